@@ -144,6 +144,12 @@ COMMAND_LINES = [
     (("plan", *MLP, "--offload", "x"), "none, optimizer"), (("plan", *MLP, "--precision", "int8"), "bf16, fp16, fp32, fp64"),
     (("plan", *MLP, "--time-limit", "nan"), "time_limit"), (("plan", *MLP, "--memory", "-1"), "memory"), (("verify", *MLP, "--inputs", "x"), "global, local"),
     (("verify", *MLP, "--plan", "none.json"), "none.json"), (("compare", *MLP, "--search", "magic"), "no search backend"),
+    (("plan", *MLP, "--memory", "1e400"), "too large"), (("memory", *MLP, "--memory", "20KiB"), "--budget 20KiB"),
+    (("plan", *MLP, "--inference", "--microbatches", "2"), "microbatches=2: inference"),
+    (("plan", "mlp", "--mesh", "d=4", "--microbatches", "auto", "--refine-axes", "d=2x2"), "where the number of micro-batches is to be chosen"),
+    (("verify", *MLP, "--tolerance", "0"), "tolerance=0.0"), (("verify", *MLP, "--tolerance", "-1"), "tolerance=-1.0"),
+    (("verify", *MLP, "--tolerance", "nan"), "tolerance=nan"), (("verify", *MLP, "--search", "propagate"), "spreads seeds, and there are none"),
+    (("explain", *MLP, "--op", "layers.1", "--source", "d,-"), "--source"),
     (("memory", *MLP, "--budget", "lots"), "lots"), (("explain", *MLP, "--op", "nope"), "nope"), (("report", "none.json"), "none.json"),
 ]
 
@@ -214,3 +220,8 @@ def test_infeasibility_does_not_contradict_itself(training: bool) -> None:
             enough = needs
             assert make(memory_budget=needs).memory["total"] <= needs, "a budget as large as the error says is enough"
     assert refusals
+
+
+def test_an_infinite_time_limit_is_no_limit() -> None:
+    """Solvers count their limits in whole numbers, and an infinite one ended in an OverflowError."""
+    assert autoshard.plan(MODEL, "d=2", (X,), time_limit=float("inf"), cluster="cpu-gloo").status == "optimal"

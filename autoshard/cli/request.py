@@ -168,6 +168,7 @@ class Request:
         options = options or self.options
         check_mesh(self.wanted, options, cluster)
         options.check_offload(cluster, not self.inference)
+        options.check_microbatches(self.wanted, not self.inference)
         if not self.inference:
             optimizer_row(options.optimizer)  # an unknown one, before the work
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoshard.base.fine_mesh import NEVER, parse_parts
-from autoshard.base.mesh import AnyMesh, mesh_or_any
+from autoshard.base.mesh import AnyMesh, Mesh, mesh_or_any
 from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
 from autoshard.cost.optimizers import optimizer_name
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
+LONGEST = 1e9
+"""Seconds, 30 years: what an infinite time limit means. Solvers take none that does not fit into their numbers."""
 PROPAGATE = "propagate"
 """In place of a search backend: spread the seeds, search nothing."""
 
@@ -143,6 +145,7 @@ class Options(_Checked):
         object.__setattr__(self, "memory_budget", parse_bytes(self.memory_budget))
         if not (_is_number(self.time_limit) and self.time_limit > 0):
             raise UsageError(f"time_limit={self.time_limit!r}: give a positive number of seconds")
+        object.__setattr__(self, "time_limit", min(self.time_limit, LONGEST))
         if not (isinstance(self.expert_capacity, (int, float)) and 1 <= self.expert_capacity < inf):
             raise UsageError(f"expert_capacity={self.expert_capacity!r}: give the rows of tokens that a rank has room for over those of an even "
                              "load, at least 1")
@@ -181,6 +184,13 @@ class Options(_Checked):
         from autoshard.cost.compute import host_link
 
         host_link(self.optimizer, cluster.device)
+
+    def check_microbatches(self, mesh: Mesh | AnyMesh, training: bool) -> None:
+        """Raises UsageError for micro-batches of an inference program without stages: they are there to add gradients up."""
+        count = self.pipeline.microbatches
+        if not training and isinstance(mesh, Mesh) and count not in (1, AUTO) and self.pipeline.stages(mesh) == 1:
+            raise UsageError(f"microbatches={count}: inference on mesh {mesh} has neither gradients to add up nor pipeline stages to fill; leave "
+                             "micro-batches out, or give a smaller batch")
 
     def settings(self, training: bool, has_loss: bool) -> dict[str, Any]:
         """The part that belongs to a plan; `planned_under` reads it."""
@@ -245,6 +255,9 @@ def parse_bytes(text: str | float | None) -> float | None:
     if not match or match[2].lower() not in UNITS:
         raise UsageError(f"cannot read the amount of memory {text!r}; write for example 70GiB or 80e9")
     try:
-        return float(match[1]) * UNITS[match[2].lower()]
+        amount = float(match[1]) * UNITS[match[2].lower()]
     except ValueError:
         raise UsageError(f"cannot read the amount of memory {text!r}; write for example 70GiB or 80e9") from None
+    if amount == inf:
+        raise UsageError(f"the amount of memory {text!r} is too large to count; write for example 70GiB or 80e9")
+    return amount

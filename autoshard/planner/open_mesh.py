@@ -58,6 +58,9 @@ def check_mesh(mesh: Mesh | AnyMesh, options: Options, profile: Cluster) -> None
         refined(mesh, parts)
         if options.pipeline.stages(mesh) > 1 and parts:
             raise UsageError(f"{asked}: axes of a mesh with pipeline stages ({mesh}) are not taken in parts; write the parts as axes of the mesh")
+        if options.pipeline.microbatches == AUTO and parts:
+            raise UsageError(f"{asked}: axes are not taken in parts where the number of micro-batches is to be chosen; give a number, such as the "
+                             "one that is chosen without parts")
     elif parts:
         raise UsageError(f"{asked} names axes, and the mesh is to be chosen ({mesh}); leave the option out: meshes of more axes are tried")
 
@@ -70,6 +73,7 @@ def asked_for(given: Mapping[str, Any], mesh: Any) -> tuple[Mesh | AnyMesh, Opti
     wanted, profile = mesh_or_any(mesh), load_cluster(options.cluster)
     check_mesh(wanted, options, profile)
     options.check_offload(profile, given["training"] is not False)
+    options.check_microbatches(wanted, given["training"] is not False)
     return wanted, options, profile
 
 
@@ -81,6 +85,7 @@ def plan_batch(asked: batch.Batch, mesh: Mesh | AnyMesh, options: Options, *, cl
     with clock("trace"):
         traced = asked.on(mesh_of(mesh), options.pipeline)
     options.check_offload(profile, traced.graph.training)
+    options.check_microbatches(mesh, traced.graph.training)
     return plan_traced(traced, mesh_of(mesh), options, clock=clock, profile=profile, **how)
 
 
