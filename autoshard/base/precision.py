@@ -15,7 +15,7 @@ DTYPES = {
     "fp16": torch.float16, "float16": torch.float16,
     "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
 }
-NORMS_IN_MASTER = (nn.modules.batchnorm._NormBase,)
+BATCH_NORMS = (nn.modules.batchnorm._NormBase,)
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Precision:
              gradient's cast, equal to `param` before it; a gradient that a model computes in a wider dtype (norms, say)
              is rounded to it on every rank before. Neither of the two: gradients are cast to it and back
 
-    Batch norms keep their parameters, statistics and gradients in `master`: running averages in bf16 stop moving.
+    Batch norms take parameters and statistics in fp32 where the rest computes in bf16 or fp16: running averages in bf16 stop moving, and torch
+    takes both in one dtype alone. Statistics are stored as the model has them.
     Raises UsageError for an unknown dtype name.
     """
 
@@ -51,6 +52,11 @@ class Precision:
         return DTYPES[self.master]
 
     @property
+    def in_norms(self) -> torch.dtype:
+        """What batch norms take parameters and statistics in."""
+        return torch.float32 if self.compute in (torch.bfloat16, torch.float16) else self.compute
+
+    @property
     def reduction(self) -> torch.dtype:
         return DTYPES[self.reduce]
 
@@ -62,16 +68,15 @@ class Precision:
         return gradient.to(self.reduction).to(gradient.dtype)
 
     def cast(self, model: nn.Module) -> None:
-        """Put casts to the compute dtype where `model` holds floating parameters and buffers, one per tensor. They are
+        """Put casts to the compute dtype (of batch norms: `in_norms`) where `model` holds floating parameters and buffers, one per tensor. They are
         differentiable: gradients arrive at what the model held before."""
-        casts: dict[int, torch.Tensor] = {}
+        casts: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         for module in model.modules():
-            if isinstance(module, NORMS_IN_MASTER):
-                continue
+            dtype = self.in_norms if isinstance(module, BATCH_NORMS) else self.compute
             tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for table in tables:
                 for key, t in table.items():
-                    if t is not None and t.dtype.is_floating_point and t.dtype != self.compute:
-                        if id(t) not in casts:
-                            casts[id(t)] = t.to(self.compute)
-                        table[key] = casts[id(t)]
+                    if t is not None and t.dtype.is_floating_point and t.dtype != dtype:
+                        if (id(t), dtype) not in casts:
+                            casts[id(t), dtype] = t.to(dtype)
+                        table[key] = casts[id(t), dtype]

@@ -224,6 +224,17 @@ def test_a_gradient_that_nobody_wants_in_low_precision():
     assert report.ok, str(report)
 
 
+@pytest.mark.parametrize(("stored", "precision"), [
+    (torch.float32, Precision("bf16", "bf16", "bf16")), (torch.float32, Precision("fp64", "fp32")), (torch.bfloat16, Precision()),
+    (torch.float32, Precision("fp32", "bf16"))])
+def test_batch_norms_take_parameters_and_statistics_in_one_dtype(stored, precision):
+    """torch takes no others; statistics that are cast are written back, though torch's op does not tell that it wrote them."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 4)).to(stored)
+    report = verify(model, "dp=2", (torch.randn(8, 16, dtype=stored),), plans=("split",), precision=precision, steps=2)
+    assert report.ok, str(report)
+
+
 @pytest.mark.parametrize("precision", [None, Precision()])
 def test_a_trace_that_is_another_model_is_told(precision):
     report = verify(Compiled(), "tp=2", (torch.randn(8, 16),), plans=("split",), precision=precision)

@@ -91,15 +91,16 @@ class Eager:
             return
         kept = [(table, dict(table)) for m in self.model.modules() for table in (m._parameters, m._buffers)]
         self.precision.cast(self.model)
-        entered = {id(t): (t, t._version) for table, _ in kept for t in table.values() if t is not None}
+        before = {id(t): (t, t.clone()) for m in self.model.modules() for t in m._buffers.values() if t is not None}
         try:
             yield
         finally:
             for table, stored in kept:
                 for key, t in stored.items():
                     now = table[key]
-                    wrote = t is not None and now is not t and (id(now) not in entered or entered[id(now)][1] != now._version)
-                    if wrote and not isinstance(t, nn.Parameter):
+                    if t is None or now is t or isinstance(t, nn.Parameter):
+                        continue
+                    if id(now) not in before or not torch.equal(now, before[id(now)][1]):  # batch norms write without a new `_version`
                         t.copy_(now.detach())
                 table.update(stored)
 
