@@ -10,7 +10,6 @@ import numpy as np
 
 from autoshard.base.graph import Op, Ref, TensorMeta
 from autoshard.base.plan import Copy, Plan
-from autoshard.base.roles import Role
 from autoshard.base.spec import ShardingSpec, Spec, shard_counts
 from autoshard.collectives import RUN
 from autoshard.cost.redistribute import SLICE
@@ -19,6 +18,7 @@ from autoshard.errors import PlanError
 from autoshard.formulate.values import local_bytes
 from autoshard.recompute.undecided import program_with
 from autoshard.space.cost_table import CostTable
+from autoshard.space.strategies import StrategySet
 from autoshard.study.diff import PlanDiff
 
 MOST = 24
@@ -218,21 +218,37 @@ def _op_row(chosen: Chosen, op: Op, s: int, moved: float, base: float) -> OpRow:
 
 
 def _regret(chosen: Chosen, op: Op, s: int, base: float) -> float | None:
-    other = with_strategies(chosen, {**chosen.strategies, op.name: s, **_gradient_with(chosen, op, s)})
+    together = _together(chosen, op, s)
+    if together is None:
+        return None
+    other = with_strategies(chosen, {**chosen.strategies, op.name: s, **together})
     if any(not isfinite(other.table.ways(ref, (source,), (copy.spec,))[0, 0]) for ref, source, copy in other.copies):
         return None
     return price(other)["step_s"] - base
 
 
-def _gradient_with(chosen: Chosen, op: Op, s: int) -> dict[str, int]:
-    """A parameter's gradient leaves in the spec the parameter is stored in, an input's as it comes in."""
-    table = chosen.table
-    gradient = table.graph.outputs(Role.GRADIENT).get(op.target) if op.kind in ("param", "input") else None
-    if gradient is None:
-        return {}
-    stored = table.strategies[op.name].strategy(s)[1][0]
-    specs = table.strategies[gradient.name].input_specs[0]
-    return {gradient.name: int(np.argmax(specs.index == specs.specs.index(stored)))}
+def _together(chosen: Chosen, op: Op, s: int) -> dict[str, int] | None:
+    """Strategies of what lies as `op` does (`Graph.ties`): a gradient leaves in the spec its parameter is stored in, a new buffer in that of the old
+    one. None where they have no such strategy."""
+    ties = chosen.table.graph.ties
+    owner = ties.get(op.name, op.name)
+    found: dict[str, int] = {}
+    for name in (owner, *(tied for tied, to in ties.items() if to == owner)):
+        if name == op.name:
+            continue
+        sets, spec = chosen.table.strategies[name], _lies(chosen.table.strategies[op.name], s)
+        same = sets.on_device == sets.on_device[chosen.strategies[name]]
+        fits = [t for t in range(len(sets)) if same[t] and _lies(sets, t) == spec]
+        if not fits:
+            return None
+        found[name] = fits[0]
+    return found
+
+
+def _lies(strategies: StrategySet, s: int) -> Spec:
+    """How the one tensor of a parameter, buffer, input or output lies."""
+    inputs, outputs = strategies.strategy(s)
+    return (outputs or inputs)[0]
 
 
 def with_strategies(chosen: Chosen, strategies: Mapping[str, int]) -> Chosen:

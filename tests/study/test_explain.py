@@ -144,6 +144,8 @@ def test_a_parameter_and_its_gradient_change_together(gpt):
     rows = op_table(chosen_by(plan, table), "param:h.0.mlp.c_fc.weight").rows
     assert {r.outputs for r in rows} == {("[-, -]",), ("[tp, -]",), ("[-, tp]",)}
     assert all(r.regret_s is not None and r.regret_s >= -1e-12 for r in rows)
+    asked_the_other_way = op_table(chosen_by(plan, table), "grad:h.0.mlp.c_fc.weight").rows
+    assert {r.inputs: r.regret_s for r in asked_the_other_way} == {r.outputs: r.regret_s for r in rows}
 
 
 def test_a_plan_read_back_is_the_plan(gpt):
