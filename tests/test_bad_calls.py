@@ -149,6 +149,9 @@ COMMAND_LINES = [
     (("plan", "mlp", "--mesh", "d=4", "--microbatches", "auto", "--refine-axes", "d=2x2"), "where the number of micro-batches is to be chosen"),
     (("verify", *MLP, "--tolerance", "0"), "tolerance=0.0"), (("verify", *MLP, "--tolerance", "-1"), "tolerance=-1.0"),
     (("verify", *MLP, "--tolerance", "nan"), "tolerance=nan"), (("verify", *MLP, "--search", "propagate"), "spreads seeds, and there are none"),
+    (("doctor", "--seconds", "nan"), "--seconds nan"), (("doctor", "--timeout", "-1"), "--timeout -1"),
+    (("calibrate", "-o", "my.toml", "--seconds", "-1"), "--seconds -1"),
+    (("sweep", *MLP, "--inference", "--microbatches", "2"), "microbatches=2: inference"),
     (("explain", *MLP, "--op", "layers.1", "--source", "d,-"), "--source"),
     (("memory", *MLP, "--budget", "lots"), "lots"), (("explain", *MLP, "--op", "nope"), "nope"), (("report", "none.json"), "none.json"),
 ]

@@ -21,7 +21,7 @@ from autoshard.base.mesh import Mesh
 from autoshard.calibrate.cases import Pool, cases, prepare
 from autoshard.calibrate.fit import Error, errors
 from autoshard.calibrate.measure import Progress, Stopwatch, Work, collective_work, time_rounds
-from autoshard.calibrate.run import device_of, launched_mesh, peers
+from autoshard.calibrate.run import check_seconds, device_of, launched_mesh, peers
 from autoshard.calibrate.sample import Sample
 from autoshard.cost.cluster import Cluster, load_cluster
 from autoshard.errors import AutoshardError, ClusterError
@@ -58,6 +58,7 @@ def doctor(cluster: str | None, *, self_test: bool, seconds: float, timeout: flo
     """Findings, and whether this rank reports. Every rank of a launcher calls it. `cluster`: the profile; default: that of the device.
 
     Raises ClusterError for a profile that cannot be read, and for peers that cannot be reached."""
+    check_seconds(seconds, timeout)
     cluster = cluster or cluster_here(None)
     profile = load_cluster(cluster)
     mesh = launched_mesh(None)

@@ -19,7 +19,7 @@ from autoshard.calibrate.overlap import Timing, fitted, measure_overlap
 from autoshard.calibrate.sample import Machine, Sample
 from autoshard.calibrate.step import STEPS, Steps, steps_of
 from autoshard.cost.cluster import Cluster, Overlap
-from autoshard.errors import ClusterError, MeshError
+from autoshard.errors import ClusterError, MeshError, UsageError
 from autoshard.runtime.ranks.conditions import conditions_of
 from autoshard.runtime.ranks.place import Place, locate
 
@@ -43,6 +43,13 @@ class Calibration:
         return self.cluster.description.rpartition("; ")[2]
 
 
+def check_seconds(seconds: float, timeout: float) -> None:
+    """Raises UsageError for what is no time to measure or to wait."""
+    for option, given in (("seconds", seconds), ("timeout", timeout)):
+        if not 0 < given <= 1e9:
+            raise UsageError(f"--{option} {given:g}: give a positive number of seconds")
+
+
 def calibrate(name: str, mesh: str | None, *, seconds: float, timeout: float, progress: Progress) -> tuple[Calibration, bool]:
     """Measure this machine. Every rank calls it; (result, whether this is the rank that reports).
 
@@ -50,6 +57,7 @@ def calibrate(name: str, mesh: str | None, *, seconds: float, timeout: float, pr
     seconds  about how long to measure;  timeout  how long to wait for a peer
 
     Raises ClusterError when peers cannot be reached or one goes away, MeshError for a mesh that does not fit."""
+    check_seconds(seconds, timeout)
     wanted = launched_mesh(mesh)
     with peers(timeout):
         place = locate(wanted)

@@ -74,6 +74,10 @@ def main() -> None:
             app(prog_name="autoshard")  # however it was started
         finally:
             sys.stdout.flush()  # here an error has a message, at the end of the process it has none
+    except SystemExit as stopped:
+        if isinstance(getattr(stopped.__context__, "__cause__", None), KeyboardInterrupt):  # Ctrl-C where no command took it: typer says nothing
+            typer.echo("interrupted", err=True)
+        raise
     except AutoshardError as error:
         _fail(str(error))
     except OSError as error:

@@ -79,6 +79,8 @@ def _cases(requests: list[Request], clusters: list[str], memory: str | None) -> 
 
     if not requests[0].inference:
         optimizer_row(requests[0].options.optimizer)
+    for request in requests:
+        request.options.check_microbatches(request.wanted, not request.inference)
     budgets = [parse_bytes(text) for text in _words("--memory", memory)] if memory else [None]
     for budget in budgets:
         replace(requests[0].options, memory_budget=budget)  # checks it

@@ -137,6 +137,8 @@ def _missed(points: Sequence[Point], slo: Slo) -> str:
 def sweep(make: MakeDecoder, mesh: Mesh, options: Options, workload: Workload, batches: Sequence[int], *, model: str = "",
           clock: PhaseTimer | None = None) -> Serving:
     """Joint plans for all `batches`, in rising order; after one that does not fit, larger ones are not tried."""
+    if options.pipeline.stages(mesh) > 1:
+        raise UsageError(f"mesh {mesh}: weights and caches for inference are not divided into pipeline stages; give that axis another name, tp say")
     profile, clock = load_cluster(options.cluster), clock or PhaseTimer()
     limit, most, points, why = options.memory_limit(profile), 0, list[Point](), ""
     for batch in sorted(batches):

@@ -263,6 +263,25 @@ def test_no_result_is_written_over_another_file_of_the_command(run, tmp_path):
     assert run(*MLP, "-q", "-o", "/dev/null", "--html", "/dev/null") == (0, "", "")
 
 
+def test_ctrl_c_says_so_in_every_command(run, monkeypatch):
+    """typer ends without a word."""
+    def stopped(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Plan, "load", stopped)
+    assert run("report", "plan.json") == (130, "", "interrupted\n")
+    assert run("diff", "plan.json", "plan.json", "-q") == (130, "", "interrupted\n")
+
+
+def test_solve_without_a_limit(tmp_path):
+    """Of a problem that takes a solver, in a process of its own: an infinite limit ended in its OverflowError."""
+    path = tmp_path / "problem.json"
+    path.write_text(json.dumps(TWO_NODES))
+    for limit in ("inf", "1e300"):
+        done = subprocess.run([sys.executable, "-m", "autoshard", "solve", path, "--time-limit", limit, "--json"], capture_output=True, text=True)
+        assert done.returncode == 0 and json.loads(done.stdout)["cost"] == 5, done.stderr
+
+
 def test_solve_of_a_missing_file(run, tmp_path):
     assert_refused(run("solve", tmp_path / "none.json"), "none.json")
 

@@ -38,7 +38,7 @@ def test_a_level_that_cannot_be_met_is_said_below_the_table(run):
 
 @pytest.mark.parametrize(("change", "words"), [
     (["--slo", "tpot=fast"], "service level"), (["--batches", "many"], "batches"), (["--context", "4"], "larger context"),
-    (["--mesh", "tp=x"], "tp=x"), (["--hf", "config.json"], "not both"), (["--dtype", "int8"], "dtype"), (["--cluster", "none"], "none"),
+    (["--mesh", "tp=x"], "tp=x"), (["--mesh", "pp=2,tp=2"], "not divided into pipeline stages"), (["--hf", "config.json"], "not both"), (["--dtype", "int8"], "dtype"), (["--cluster", "none"], "none"),
 ])
 def test_bad_input_is_refused_in_a_sentence(run, change, words):
     code, out, err = run(*TINY, *change)

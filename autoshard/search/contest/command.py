@@ -22,6 +22,7 @@ from autoshard.search.contest.read import read_problem, solution_json, write_ato
 from autoshard.search.problem import Problem, Solution, Status
 
 GRACE = 0.3  # seconds the search gets to stop by itself after a signal or the time limit
+LONGEST = 1e7  # seconds, a third of a year: more than that fits neither into a thread's wait nor into all solvers' numbers
 RESERVE = 0.5  # seconds kept back to stop and to write the answer
 
 
@@ -35,6 +36,7 @@ def solve_command(path: str, time_limit: float = 60.0, threads: int = 2, seed: i
     start = time.monotonic() if start is None else start
     if not time_limit > 0 or threads < 1:
         raise ProblemError("--time-limit must be above 0 and --threads at least 1")
+    time_limit = min(time_limit, LONGEST)
     if output is not None:
         _check_writable(output, path)
     signals = _Signals()
