@@ -20,11 +20,11 @@ ClusterOption = Annotated[str, typer.Option(help="Cluster profile: a name of `au
 MemoryOption = Annotated[str | None, typer.Option(help="Memory a rank may use: 70GiB, 80e9. Default: what the device has.")]
 
 
-def end_with(statuses: Iterable[str], quiet: bool) -> None:
-    """The exit code says whether Ctrl-C ended one of the searches, by the statuses of their plans."""
+def end_with(statuses: Iterable[str], quiet: bool, cut: bool = False) -> None:
+    """The exit code says whether Ctrl-C ended one of the searches, by the statuses of their plans, or what has several of them (`cut`)."""
     from autoshard.base.plan import INTERRUPTED as BY_THE_USER
 
-    if BY_THE_USER in statuses:
+    if BY_THE_USER in statuses or cut:
         if not quiet:
-            typer.echo("interrupted: what is shown is about the best plan found so far", err=True)
+            typer.echo("interrupted: what is shown is " + ("what was planned by then" if cut else "about the best plan found so far"), err=True)
         raise typer.Exit(INTERRUPTED)

@@ -110,7 +110,7 @@ def _print_what_if(request: Request, asked: list[str], output: Path | None, as_j
         from autoshard.report.what_if import show
 
         show(found)
-    end_with([found.today.status, *(row.plan.status for row in found.rows if row.plan is not None)], quiet)
+    end_with([found.today.status, *(row.plan.status for row in found.rows if row.plan is not None)], quiet, found.interrupted)
 
 
 def _bench(request: Request, progress: Callable[[str, str], None]) -> tuple[Any, Any]:

@@ -68,7 +68,7 @@ def sweep(request: Request, batch: BatchOption = None, devices: DevicesOption = 
         show(found, request.what)
     if not found.planned:
         raise InfeasibleError("no case has a plan: " + found.points[0].why)
-    end_with([p.plan.status for p in found.planned if p.plan is not None], quiet)
+    end_with([p.plan.status for p in found.planned if p.plan is not None], quiet, found.interrupted)
 
 
 def _cases(requests: list[Request], clusters: list[str], memory: str | None) -> Cases:

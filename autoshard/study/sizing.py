@@ -104,9 +104,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Sizing:
-    """The points of a sweep, in the order in which they were planned."""
+    """The points of a sweep, in the order in which they were planned. `interrupted`: Ctrl-C ended it before all cases."""
 
     points: tuple[Point, ...]
+    interrupted: bool = False
 
     @property
     def planned(self) -> tuple[Point, ...]:
@@ -154,7 +155,7 @@ def sweep(jobs: Sequence[Job], cases: Cases, clock: PhaseTimer | None = None) ->
         except Interrupted:
             if not found:
                 raise
-            break
+            return Sizing(_marked(found), interrupted=True)
         if (plan := found[-1].plan) is not None and plan.interrupted:
             break
     return Sizing(_marked(found))

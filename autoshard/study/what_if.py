@@ -54,10 +54,11 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class WhatIfs:
-    """Today's plan, and a row per scenario."""
+    """Today's plan, and a row per scenario. `interrupted`: Ctrl-C ended it before all of them."""
 
     today: Plan
     rows: tuple[WhatIf, ...]
+    interrupted: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         return {"today": {"step_s": self.today.objective_s, "bound_s": self.today.bound_s, "gap": self.today.gap, "status": self.today.status,
@@ -91,7 +92,7 @@ def what_if(bench: Workbench, mesh: Mesh, options: Options, asked: Sequence[str]
         try:
             rows.append(_row(bench, mesh, options, each, today, clock))
         except Interrupted:
-            break
+            return WhatIfs(today, tuple(rows), interrupted=True)
     return WhatIfs(today, tuple(rows))
 
 

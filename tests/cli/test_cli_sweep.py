@@ -39,3 +39,21 @@ def test_bad_questions_are_refused_before_the_model_is_loaded(run, options, word
 def test_help_teaches(run):
     code, out, _ = run("sweep", "--help")
     assert code == 0 and "--devices 8,16,64 --batch 16,64" in out and "samples/s" in out and "may be repeated" in out.lower()
+
+
+def test_ctrl_c_in_a_later_case_is_told(run, monkeypatch):
+    """The table of a part of the cases looked like that of all, with exit code 0."""
+    from autoshard.errors import Interrupted
+    from autoshard.study import sizing
+
+    whole, calls = sizing._point, []
+
+    def stopped_at_the_second(*arguments):
+        calls.append(1)
+        if len(calls) > 1:
+            raise Interrupted("interrupted")
+        return whole(*arguments)
+
+    monkeypatch.setattr(sizing, "_point", stopped_at_the_second)
+    code, out, err = run("sweep", "mlp", "--mesh", "a=2", "--mesh", "a=1", "--cluster", "cpu-gloo", "--json")
+    assert code == 130 and len(json.loads(out)) == 1 and "what was planned by then" in err
