@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from random_problems import EXACT, answer, disagreement, layered_problem, random_problem
 
 from autoshard.search import BACKENDS, solve
 from autoshard.search.dual.copies import Alike
 from autoshard.search.dual.dual import Dual
+from autoshard.search.problem import Edge, Problem
 
 BEGIN = Alike.begin
 
@@ -44,6 +46,13 @@ def test_layers_that_share_rows():
 
 def test_no_backend_is_left_out():
     assert set(BACKENDS) == {*EXACT, "local", "brute"}
+
+
+def test_brute_force_takes_many_nodes_of_which_few_have_a_choice():
+    """Inference on one device: numpy counts at most 64 dims."""
+    costs = [np.array([1.0])] * 80 + [np.array([2.0, 1.0, 3.0]), np.array([1.0, 0.5])]
+    found = solve(Problem(tuple(costs), (Edge(80, 81, np.array([[0.0, 0.0], [0.0, 9.0], [0.0, 0.0]]), np.arange(3), np.arange(2)),)), backend="brute")
+    assert found.cost == found.bound == 82.0 and found.choice[-2:].tolist() == [1, 0]
 
 
 def check(route: str, seeds: range, *, exact: bool) -> None:

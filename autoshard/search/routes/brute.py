@@ -23,7 +23,9 @@ def search_brute(board: Board) -> None:
     best, best_cost = None, np.inf
     for first in range(0, count, CHUNK):
         codes = np.arange(first, min(first + CHUNK, count))
-        choices = np.stack(np.unravel_index(codes, sizes), axis=1) if sizes else np.zeros((1, 0), dtype=np.int64)
+        choices = np.zeros((len(codes), len(sizes)), dtype=np.int64)
+        for v, size in enumerate(sizes):  # np.unravel_index takes at most 64 nodes
+            codes, choices[:, v] = np.divmod(codes, size)
         costs = _evaluate_all(problem, choices)
         for at in np.argsort(costs, kind="stable")[:1]:
             if costs[at] < best_cost:
