@@ -13,6 +13,7 @@ Inside a model, `autoshard.annotate(x, "dp,-,tp")` fixes an activation, and its 
 """
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -30,6 +31,8 @@ from autoshard.seeds.grammar import ROLE, Seed, in_parts, seed_text, specs_of
 from autoshard.seeds.marks import MARKER, given_group, marks
 from autoshard.seeds.names import names, nearest
 from autoshard.seeds.user_placements import axes_of, given_specs
+
+log = logging.getLogger("autoshard")
 
 
 @dataclass(frozen=True)
@@ -79,12 +82,16 @@ def names_in(model: torch.nn.Module) -> tuple[str, ...]:
 
 def present(seeds: Mapping[str, Any], graph: Graph, known: Sequence[str], settled: bool) -> dict[str, Any]:
     """The seeds but those about what this form of the call does without, as evaluation does without an auxiliary head: keys that match
-    nothing in `graph`, and either one of the `known` names of the model, or anything once an earlier form `settled` the placements."""
+    nothing in `graph`, and either one of the `known` names of the model, or anything once an earlier form `settled` the placements. The log names
+    those that are left aside, as a warning where no earlier form obeyed them."""
     def here(key: str, text: str) -> bool:
         return key in graph.by_name or bool(next(iter(matching(graph, key)), None) or _marked_modules(graph, key, text))
 
-    return {key: value for key, value in seeds.items()
-            if here(key, seed_text(value)) or not (settled or any(fnmatchcase(name, key) for name in known))}
+    aside = [key for key, value in seeds.items()
+             if not here(key, seed_text(value)) and (settled or any(fnmatchcase(name, key) for name in known))]
+    if aside:
+        log.log(logging.INFO if settled else logging.WARNING, "seeds about what this form of the call lacks are left aside: %s", ", ".join(aside))
+    return {key: value for key, value in seeds.items() if key not in aside}
 
 
 def resolve_seeds(graph: Graph, mesh: Mesh, seeds: Mapping[str, Any] | None, stage: bool = False) -> Seeds:

@@ -342,7 +342,7 @@ class WithAuxiliaryHead(nn.Module):
 
 
 @pytest.mark.parametrize("evaluated_first", [False, True])
-def test_seeds_may_be_about_what_another_form_of_the_call_has(evaluated_first: bool) -> None:
+def test_seeds_may_be_about_what_another_form_of_the_call_has(evaluated_first: bool, caplog) -> None:
     x, y = torch.randn(4, 8), torch.randn(4, 4)
     seeds = {"aux.weight": ("d", None), "aux": ("d", None)} | ({} if evaluated_first else {"input:1": ("d", None)})
     model = autoshard.compile(WithAuxiliaryHead(), "d=1", seeds=seeds, cache=False)
@@ -350,5 +350,7 @@ def test_seeds_may_be_about_what_another_form_of_the_call_has(evaluated_first: b
         with torch.set_grad_enabled(training):
             model.train(training)
             model(*((x, y) if training else (x,)))
+    told = [r for r in caplog.records if "left aside: aux" in r.getMessage()]
+    assert bool(told) == evaluated_first and all(r.levelname == "WARNING" for r in told), "a first form does not obey them: that is told"
     with pytest.raises(SeedError, match="'ax.weight' = 'd,-' matches nothing"):
         autoshard.compile(WithAuxiliaryHead(), "d=1", (x, y), seeds={"ax.weight": ("d", None)}, cache=False)
