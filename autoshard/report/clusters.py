@@ -26,6 +26,19 @@ def show_all(console: Console | None = None) -> None:
     (console or report_console()).print(section("Cluster profiles", rows))
 
 
+def listed() -> list[dict[str, Any]]:
+    """Built-in profiles and variants for machines: name, description, device, bytes of its memory, and links, the innermost first, with bytes/s and
+    how many devices one of them joins (None: no limit)."""
+    profiles = [profile for name in available() for profile in (name, *(f"{name}:{v}" for v in load_cluster(name).variants))]
+    return [_listed(profile, load_cluster(profile)) for profile in profiles]
+
+
+def _listed(profile: str, cluster: Cluster) -> dict[str, Any]:
+    links = [{"name": x.name, "bandwidth": x.bandwidth, "devices": None if x.devices == inf else x.devices} for x in cluster.links]
+    return {"name": profile, "description": cluster.description, "device": cluster.device.name, "memory": cluster.device.memory_capacity,
+            "links": links}
+
+
 def summary(cluster: Cluster) -> tuple[str, str, str, str]:
     """(name, device, memory, links) as the list shows them."""
     links = ", ".join(f"{x.name} {quantities.rate(x.bandwidth)}" + (f" x {x.devices:g}" if x.devices != inf else "")

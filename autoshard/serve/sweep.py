@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from autoshard.base import quantities
 from autoshard.base.graph import TensorMeta
 from autoshard.base.mesh import Mesh
 from autoshard.base.plan import INTERRUPTED, Plan
@@ -145,7 +146,7 @@ def sweep(make: MakeDecoder, mesh: Mesh, options: Options, workload: Workload, b
         if not why:
             decoder = make(batch, workload.context)
             most = most or most_sequences(decoder.model, batch, mesh.size, limit)
-            why = f"weights and caches need more than {limit / 2**30:.4g} GiB a rank, however they are split; at most {most} sequences fit" \
+            why = f"weights and caches need more than {quantities.size(limit)} a rank, however they are split; at most {most} sequences fit" \
                 if batch > most else ""
         if why:
             points.append(Point(batch, mesh.size, workload.new, why=why))
@@ -163,7 +164,7 @@ def plan_point(decoder: Decoder, batch: int, mesh: Mesh, options: Options, workl
     """The joint plan of one batch. Raises InfeasibleError."""
     phases, states = plan_decoder(decoder, mesh, options, workload, profile, clock)
     placed = stored(phases.token)
-    ways = {name: prod(size for size, p in zip(mesh.sizes, placed[name], strict=True) if p >= 0) for name in states}
+    ways = {name: prod(ranks for ranks, p in zip(mesh.sizes, placed[name], strict=True) if p >= 0) for name in states}
     return Point(batch, mesh.size, workload.new, phases, "", sum(meta.nbytes // ways[name] for name, meta in states.items()),
                  sum(meta.nbytes for meta in states.values()), tuple(sorted({_lies(placed[name], mesh, meta.ndim) for name, meta in states.items()})))
 

@@ -14,6 +14,7 @@ from autoshard import cli
 from autoshard.base.plan import Plan
 from autoshard.cli.read import parse_precision, parse_seeds
 from autoshard.cli.request import Request
+from autoshard.cost.cluster import Cluster
 from autoshard.errors import UsageError
 
 GPT = ["plan", "gpt:tiny", "--mesh", "tp=2", "--cluster", "cpu-gloo", "--time-limit", "20"]
@@ -122,6 +123,17 @@ def test_clusters(run):
     assert code == 0 and all(name in out for name in ("h100-dgx", "a100-dgx", "cpu-gloo"))
     code, out, _ = run("clusters", "show", "h100-dgx")
     assert code == 0 and "memory_bandwidth" in out
+
+
+def test_clusters_as_json(run):
+    code, out, _ = run("clusters", "--json")
+    found = {c["name"]: c for c in json.loads(out)}
+    assert code == 0 and found["h100-dgx"]["links"][0]["devices"] == 8 and found["h100-dgx"]["links"][-1]["devices"] is None
+    assert "cpu-gloo:shared" in found and all(c["memory"] > 1e9 and c["device"] for c in found.values())
+    shown = [run(*words) for words in (("clusters", "show", "h100-dgx", "--json", "-q"), ("clusters", "--json", "show", "h100-dgx"))]
+    profile = json.loads(shown[0][1])
+    assert shown[0] == shown[1] and Cluster.from_snapshot({k: v for k, v in profile.items() if k != "sources"}).name == "h100-dgx"
+    assert profile["sources"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["plan"], ["report"], ["clusters"], ["clusters", "show"], ["solve"]])

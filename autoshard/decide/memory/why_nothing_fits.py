@@ -80,7 +80,8 @@ def _seeds_in_the_way(program: Program, how: How) -> str:
     timelines = Timelines(free, program.settings)
     found = search_within(Program(free, timelines), how)
     if found.choice is None:
-        return f", or take seeds away, though without all {len(table.seeds.matches)} of them none was found that fits either"
+        count = len(table.seeds.matches)
+        return f", or take seeds away, though without {f'all {count} of them' if count > 1 else 'the one there is'} none was found that fits either"
     needs = _text(budget.taken(timelines(found.choice).peak), ceil)
     most = ", ".join(f"{p.seed} {_text(p.nbytes)}" for p in pinned(table)[:NAMED])
     return f". Without the seeds a plan fits: one that needs {needs} was found. Most bytes per rank are held by {most}"
