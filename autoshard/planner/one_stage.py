@@ -34,8 +34,6 @@ from autoshard.space.strategies import enumerate_strategies
 
 COARSE = 0.8
 """Share of the time left for a plan for fewer axes, where there are many: what is near it is cheaper by tenths of a percent."""
-FIRST = 0.4
-"""Share of the time limit for strategies near known layouts, where all strategies may be searched after them."""
 FAR = 0.05
 """Of the bound of all plans, above which a plan on many axes is looked for in another way too."""
 
@@ -121,7 +119,7 @@ def _searched_both(table: CostTable, options: Options, program: Program | None, 
     """`searched`, of strategies near layouts that are close to the bound of all plans; and where the best of these costs more than that, of all
     strategies from there on."""
     left, enough = Left(clock, options.time_limit), max(CLOSE, how["enough"])
-    steps, layouts = _near_bound(table, options, Left(clock, FIRST * options.time_limit), clock=clock, finer=finer, coarser=coarser, **how)
+    steps, layouts = _near_bound(table, options, left, clock=clock, finer=finer, coarser=coarser, **how)
     near = steps.from_layouts(layouts)
     if near is not None and (steps.stopped or near.solution.cost <= (1.0 + enough) * steps.bound):
         return as_near(near, steps.bound, None, steps.stopped)
