@@ -228,6 +228,10 @@ def _imported(module_name: str, factory_name: str) -> _Source:
     except Exception as error:
         raise ModelError(f"cannot import {module_name!r}: {describe(error)}") from error
     factory = getattr(module, factory_name, None)
+    if isinstance(factory, nn.Module) or (isinstance(factory, type) and issubclass(factory, nn.Module)):
+        what, made = ("a class of models", f"{factory_name}(...)") if isinstance(factory, type) else ("a model", factory_name)
+        raise ModelError(f"{module_name}:{factory_name} is {what}, and its example inputs are not known; write a function that returns "
+                         f"(model, example_inputs) and name it: def factory(): return {made}, (inputs, ...)")
     if not callable(factory):
         near = get_close_matches(factory_name, [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")], n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -244,7 +248,8 @@ def _build(source: _Source, batch: int | None, seq: int | None, fake: bool) -> t
     for name in options:
         # `**overrides` of a model file are its Config's fields, not batch or seq: it must name them
         if name not in parameters:
-            raise ModelError(f"{source.reference} takes no {name}; leave --{name} out")
+            own = "" if isinstance(source.factory, partial) else f", or give the function a parameter {name!r}"
+            raise ModelError(f"{source.reference} takes no {name}; leave --{name} out{own}")
     try:
         made = source.factory(**options)
     except AutoshardError:

@@ -30,6 +30,11 @@ def reads_values():
 def fails():
     raise RuntimeError("out of cheese")
 
+class Net(nn.Linear):
+    def __init__(self, width=3):
+        super().__init__(width, 2)
+
+NET = Net()
 not_a_function = 3
 """
 LOSS = """
@@ -169,7 +174,10 @@ def test_a_file_of_models_is_an_importable_module_too():
     ("own_factories:fails", "building own_factories:fails failed: RuntimeError: out of cheese at"),
     ("own_factories:reads_values", "cannot be built on the meta device"),
     ("own_with_loss:keywords", "must be positional and end with the target"),
-    ("own_factories:keywords --batch", "takes no batch; leave --batch out"),
+    ("own_factories:keywords --batch", "takes no batch; leave --batch out, or give the function a parameter 'batch'"),
+    ("own_factories:Net", "own_factories:Net is a class of models, and its example inputs are not known; write a function that returns"),
+    ("own_factories:Net --batch", "def factory(): return Net(...), (inputs, ...)"),
+    ("own_factories:NET", "own_factories:NET is a model, and its example inputs are not known"),
 ])
 def test_bad_factories(user, reference, message):
     reference, _, batch = reference.partition(" --")
