@@ -147,7 +147,7 @@ class Request:
     def given_mesh(self) -> Mesh:
         """Raises UsageError where the mesh is to be chosen."""
         if isinstance(self.wanted, AnyMesh):
-            raise UsageError(f"{self.wanted}: choosing a mesh is what `autoshard plan` does; give --mesh here, such as the one it chose")
+            raise UsageError(f"{self.wanted}: only `autoshard plan` without --what-if chooses a mesh; give --mesh here, such as the one it chose")
         return self.wanted
 
     @cached_property

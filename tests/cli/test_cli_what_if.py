@@ -37,6 +37,12 @@ def test_bad_questions_are_refused_before_the_model_is_loaded(run, options, word
     assert code == 2 and out == "" and all(word in err for word in words), err
 
 
+def test_a_mesh_to_choose_is_refused(run):
+    """`autoshard plan` is the command that ran: to say that it chooses meshes was no help."""
+    code, _, err = run("plan", "no_such_model", "--devices", "8", "--what-if", "memory=2x")
+    assert code == 2 and "without --what-if chooses a mesh; give --mesh" in err, err
+
+
 def test_help_teaches_what_may_be_changed(run):
     code, out, _ = run("plan", "--help")
     assert code == 0 and "--what-if" in out and "links.NAME.NUMBER" in out and "mesh.AXIS" in out
