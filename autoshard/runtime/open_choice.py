@@ -35,7 +35,8 @@ def _agreed_choice(mesh: Mesh | AnyMesh, options: Options, profile: Cluster, giv
     model, loss_fn, training = given["model"], given["loss_fn"], given["training"]
     if given["example_inputs"] is None:
         what = f"the mesh {mesh}" if isinstance(mesh, AnyMesh) else "microbatches='auto'"
-        raise UsageError(f"{what} is chosen for a batch: pass example_inputs to compile")
+        named = f", or give a mesh with names, such as 'd={mesh.size}'" if isinstance(mesh, AnyMesh) else ""
+        raise UsageError(f"{what} is chosen for a batch: pass example_inputs to compile{named}")
     place = locate(Mesh(("devices",), (mesh.size,)) if isinstance(mesh, AnyMesh) else given["mesh"], given["device"], given["join_timeout"])
     asked = batch.Batch(model, tuple(given["example_inputs"]), dict(given["example_kwargs"] or {}), options.tracing(loss_fn, training))
 

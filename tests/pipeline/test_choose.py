@@ -300,7 +300,7 @@ def test_more_devices_than_the_cluster_has():
 
 
 def test_compile_needs_inputs_to_choose_a_mesh():
-    with pytest.raises(UsageError, match="auto:1 is chosen for a batch: pass example_inputs"):
+    with pytest.raises(UsageError, match="auto:1 is chosen for a batch: pass example_inputs to compile, or give a mesh with names, such as 'd=1'"):
         autoshard.compile(nn.Linear(4, 4), "auto:1", cluster="cpu-gloo")
 
 
