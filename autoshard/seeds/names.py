@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 
 from autoshard.base.graph import Graph, Op, Ref
 from autoshard.errors import UsageError
@@ -20,6 +21,9 @@ def find_ops(graph: Graph, text: str) -> tuple[Op, ...]:
         stored = tuple(op for op in graph.of_kind("param", "buffer") if op.target == tied)
     inside = tuple(op for op in graph.of_kind("call") if op.module == text or op.module.startswith(f"{text}."))
     if not stored and not inside:
+        matching = [name for name in names(graph) if fnmatchcase(name, text)]
+        if matching:
+            raise UsageError(f"{text!r} is a pattern, of {len(matching)} names; give one of them, such as {matching[0]!r}")
         raise UsageError(f"no op, parameter or module is called {text!r}{nearest(text, names(graph))}")
     return stored or inside
 

@@ -184,7 +184,8 @@ def test_why_not_forces_and_solves_again(gpt):
 
 @pytest.mark.parametrize(("text", "words"), [
     ("relu_0", ("cannot read edge", "PRODUCER->CONSUMER")), ("relu_0->mm_0", ("reads nothing that relu_0 makes", "read by mm_1")),
-    ("relu_9->mm_1", ("'relu_9'", "nearest names are relu_0")), ("->mm_1", ("cannot read edge",))])
+    ("relu_9->mm_1", ("'relu_9'", "nearest names are relu_0")), ("->mm_1", ("cannot read edge",)),
+    ("relu_*->mm_1", ("'relu_*' is a pattern, of", "give one of them, such as 'relu_0'"))])
 def test_edges_that_do_not_exist(classic, text, words):
     with pytest.raises(UsageError) as e:
         find_edge(classic.graph, text)
