@@ -76,7 +76,7 @@ class Precision:
             tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for table in tables:
                 for key, t in table.items():
-                    if t is not None and t.dtype.is_floating_point and t.dtype != dtype:
+                    if t is not None and t.dtype.is_floating_point and t.dtype != dtype and t.layout is torch.strided:
                         if (id(t), dtype) not in casts:
                             casts[id(t), dtype] = t.to(dtype)
                         table[key] = casts[id(t), dtype]

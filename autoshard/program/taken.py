@@ -1,6 +1,8 @@
 """What a model may be made of: modules whose Python runs, and tensors that lie in memory element by element."""
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
@@ -21,8 +23,14 @@ def check_taken(model: nn.Module) -> None:
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(t, UninitializedTensorMixin):
             raise UsageError(f"{name} has no shape yet (a lazy module of torch); call the model once with a small batch before")
-        if t.layout is not torch.strided:
+        if t.layout is not torch.strided and isinstance(t, nn.Parameter):
             raise UsageError(f"{name} is no dense tensor ({t.layout}); {DENSE}")
+
+
+def dense_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Named buffers without those that are sparse or nested. A model may hold these for other methods (Whisper: which heads to align by), so they
+    stay as they are, each rank's own; a forward pass that uses one is refused by its trace, with the line."""
+    return ((name, b) for name, b in model.named_buffers() if b.layout is torch.strided)
 
 
 def check_dense(t: torch.Tensor) -> None:

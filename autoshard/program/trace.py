@@ -20,7 +20,7 @@ from autoshard.program.known_ranges import with_known_ranges
 from autoshard.program.opaque.opaque_probe import CannotRunWhole
 from autoshard.program.order_of_use import in_order_of_use
 from autoshard.program.simplify import simplify
-from autoshard.program.taken import check_taken
+from autoshard.program.taken import check_taken, dense_buffers
 from autoshard.program.tracing.any_size import AnySize
 from autoshard.program.tracing.one_trace import OneTrace
 from autoshard.program.tracing.survey import ReadsData, Survey
@@ -80,7 +80,7 @@ def _with_idle(graph: Graph, model: nn.Module) -> Graph:
         read = {op.target for op in graph.of_kind(kind)}
         return sum(t.numel() * t.element_size() for name, t in tensors if name not in read)
 
-    return replace(graph, idle=(unread("param", model.named_parameters()), unread("buffer", model.named_buffers())))
+    return replace(graph, idle=(unread("param", model.named_parameters()), unread("buffer", dense_buffers(model))))
 
 
 def _surveyed(run: Callable[..., Traced], whole: Collection[str]) -> Traced:

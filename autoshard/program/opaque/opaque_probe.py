@@ -19,6 +19,7 @@ from autoshard.base.roles import Role
 from autoshard.errors import TraceError, UsageError
 from autoshard.program.calling import TensorLeaf, Traced
 from autoshard.program.opaque.opaque import Frame, Opaque, Outcome, Shared, plain, shape_text
+from autoshard.program.taken import dense_buffers
 from autoshard.program.tracing.tape import Tape, is_random, meta_of
 from autoshard.rules import registry
 from autoshard.seeds.marks import calls_collectives
@@ -78,7 +79,7 @@ class Runner:
         inputs = [v for v in flat if isinstance(v, torch.Tensor)]
         order = iter(range(len(inputs)))
         leaves = tuple(TensorLeaf(next(order)) if isinstance(v, torch.Tensor) else v for v in flat)
-        params, buffers = dict(twin.named_parameters()), dict(twin.named_buffers())
+        params, buffers = dict(twin.named_parameters()), dict(dense_buffers(twin))
         tensors = [*inputs, *params.values(), *buffers.values()]
         training = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         key = (path, spec, tuple(map(repr, leaves)), tuple((meta_of(t), t.requires_grad) for t in tensors), training)
@@ -108,11 +109,11 @@ class Runner:
     def _shared(self, path: str, original: nn.Module, twin: nn.Module, spec: Any, leaves: tuple[Any, ...],
                 inputs: Sequence[torch.Tensor], training: bool) -> Shared:
         module = self.copy(original, _without_data(original, twin))
-        names = [n for n, _ in module.named_parameters()], [n for n, _ in module.named_buffers()]
+        names = [n for n, _ in module.named_parameters()], [n for n, _ in dense_buffers(module)]
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         frame = Frame(module, spec, leaves, len(inputs), *map(tuple, names), autocast)
         found = [self._outcome(frame, inputs, training, variant) for variant in range(VARIANTS)]
-        buffers = tuple(meta_of(b) for b in module.buffers())
+        buffers = tuple(meta_of(b) for _, b in dense_buffers(module))
         outcome = _merged(found)
         stored = [*inputs, *module.parameters()]
         grads = tuple(i for i, t in enumerate(stored) if t.requires_grad) if outcome.tangents else ()
@@ -134,7 +135,7 @@ def _as_it_is(t: torch.Tensor) -> torch.Tensor:
 def _without_data(original: nn.Module, twin: nn.Module) -> dict[int, torch.Tensor]:
     """Meta tensors for the weights of a module, in the dtypes that its twin has in the trace."""
     memo: dict[int, torch.Tensor] = {}
-    for ours, theirs in ((original.named_parameters(), twin.named_parameters()), (original.named_buffers(), twin.named_buffers())):
+    for ours, theirs in ((original.named_parameters(), twin.named_parameters()), (dense_buffers(original), dense_buffers(twin))):
         for (_, old), (_, now) in zip(ours, theirs, strict=True):
             new = torch.empty(now.shape, dtype=now.dtype, device="meta")
             memo[id(old)] = nn.Parameter(new, now.requires_grad) if isinstance(old, nn.Parameter) else new
@@ -176,7 +177,7 @@ def _peak(graph: Graph, until: str) -> int:
 
 def _of_run(frame: Frame, inputs: Sequence[torch.Tensor], training: bool, variant: int, why: TraceError) -> Outcome:
     """What a real run on random data shows: for code that needs data, or that fake tensors cannot run. Its price is unknown."""
-    stored = [*inputs, *frame.module.parameters(), *frame.module.buffers()]
+    stored = [*inputs, *frame.module.parameters(), *(b for _, b in dense_buffers(frame.module))]
     if sum(t.nbytes for t in stored) > MOST_BYTES:
         raise why
     with torch.random.fork_rng(devices=()), torch.set_grad_enabled(training):

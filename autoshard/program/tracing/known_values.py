@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import _torch
 from autoshard.base.graph import Op, Ref, map_args
+from autoshard.program.taken import dense_buffers
 from autoshard.program.tracing.tape import Tape, is_random
 
 ASKED = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
@@ -124,5 +125,5 @@ class Constants:
 def small_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that may be settings (the stride of a convolution, a probability), not data: few numbers, and they are at hand. Those that lie on
     several ranks are gathered, before a trace has its own meaning of collectives; every rank traces."""
-    small = {name: b.detach() for name, b in model.named_buffers() if type(b) in (torch.Tensor, nn.Buffer, DTensor) and b.numel() <= SMALL}
+    small = {name: b.detach() for name, b in dense_buffers(model) if type(b) in (torch.Tensor, nn.Buffer, DTensor) and b.numel() <= SMALL}
     return {name: b.full_tensor() if isinstance(b, DTensor) else b for name, b in small.items() if not b.is_meta}

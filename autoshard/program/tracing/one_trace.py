@@ -39,7 +39,7 @@ from autoshard.program.opaque.opaque_probe import Runner, is_plain
 from autoshard.program.reads.data_reads import DataReads
 from autoshard.program.reads.known_masks import KnownMasks
 from autoshard.program.reads.masked_writes import MaskedWrites
-from autoshard.program.taken import check_dense
+from autoshard.program.taken import check_dense, dense_buffers
 from autoshard.program.tracing.any_size import AnySize
 from autoshard.program.tracing.assigned_data import AssignedData
 from autoshard.program.tracing.embedding_bags import EmbeddingBags
@@ -94,7 +94,7 @@ class OneTrace:
         self.without = tuple(f"{path}." for path in without)
         self.left_out: frozenset[int] = frozenset()
         self.params = {n: p for n, p in model.named_parameters() if not n.startswith(self.without)}
-        self.buffers = {n: b for n, b in model.named_buffers() if b is not None and not n.startswith(self.without)}
+        self.buffers = {n: b for n, b in dense_buffers(model) if not n.startswith(self.without)}
         self.stored: dict[str, torch.Tensor] = {}   # functional tensors of params and buffers
         self.tape.forbidden = {id(t): n for n, t in (self.params | self.buffers).items()}
 
@@ -173,7 +173,7 @@ class OneTrace:
         for name, t in (self.params | self.buffers).items():
             memo[id(t)] = self.stored[name]
         for module in self.model.modules():
-            for value in vars(module).values():
+            for value in (*vars(module).values(), *module._buffers.values()):  # of buffers those left that are not dense
                 if isinstance(value, torch.Tensor):
                     memo.setdefault(id(value), value if value.device.type in ("cpu", "meta") else value.cpu())
         for t in (*self.model.parameters(), *self.model.buffers()) if self.without else ():

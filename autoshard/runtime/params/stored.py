@@ -24,6 +24,7 @@ from autoshard.base.precision import Precision
 from autoshard.base.random import mix
 from autoshard.base.spec import Spec, format_spec, local_shape, replicated
 from autoshard.errors import ModelError, PlanError, UsageError
+from autoshard.program.taken import dense_buffers
 from autoshard.program.tracing.twin import copy_tree, kept_results
 from autoshard.runtime.params import anomalies  # noqa: F401  (tells DTensor of an op)
 from autoshard.runtime.params.dtensor_ops import mend_dtensors
@@ -49,7 +50,7 @@ class Stored:
             mend_dtensors()
         self._meta: set[str] = set()
         memo: dict[int, Any] = {key: t.clone() for key, t in kept_results(model).items()}
-        for name, t in (*model.named_parameters(), *model.named_buffers()):
+        for name, t in (*model.named_parameters(), *dense_buffers(model)):
             memo[id(t)] = self._first(name, t)
         self._take(copy_tree(model, memo))
 
@@ -57,7 +58,7 @@ class Stored:
         """Find the tensors of a module tree."""
         self.module = module
         self.params = dict(self.module.named_parameters())
-        self.buffers = dict(self.module.named_buffers())
+        self.buffers = dict(dense_buffers(self.module))
         self._find_tables()
 
     def _find_tables(self) -> None:
@@ -66,7 +67,7 @@ class Stored:
         for kind, held in (("_parameters", self.params), ("_buffers", self.buffers)):
             names = {id(t): name for name, t in held.items()}
             found = [(table, key, names[id(t)]) for m in self.module.modules() for table in (getattr(m, kind),)
-                     for key, t in table.items() if t is not None]
+                     for key, t in table.items() if t is not None and id(t) in names]
             self._tables.append(tuple(zip(*found, strict=True)) or ((), (), ()))
         self._holders: dict[str, list[tuple[dict[str, Any], str]]] = {name: [] for name in self.buffers}
         for table, key, name in zip(*self._tables[1], strict=True):

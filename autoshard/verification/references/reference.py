@@ -14,6 +14,7 @@ from autoshard.base.graph import Graph, Op
 from autoshard.base.precision import Precision
 from autoshard.program.calling import Traced
 from autoshard.program.interpret import results_of, values
+from autoshard.program.taken import dense_buffers
 from autoshard.program.tracing.no_cache import without_decoding_cache
 from autoshard.program.tracing.tape import is_random
 from autoshard.program.tracing.twin import copy_tree
@@ -70,7 +71,7 @@ class Eager:
         inputs = [t for t in self.binding.flatten(args, kwargs)[0] if isinstance(t, torch.Tensor)]
         grads = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
         grads |= {f"input:{i}": t.grad for i, t in enumerate(inputs) if t.grad is not None}
-        buffers = {n: b.detach().clone() for n, b in self.model.named_buffers() if b is not None}
+        buffers = {n: b.detach().clone() for n, b in dense_buffers(self.model)}
         return Expected(tuple(u.detach() for u in users), grads, buffers)
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
