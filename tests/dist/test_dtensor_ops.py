@@ -31,6 +31,10 @@ NUMBERS = {
     "one column": lambda p: p[:, -1:].sum().item(), "power": lambda p: F.normalize(_vector(p) @ p.detach(), dim=0).max().item(),
     "counts": lambda p: (1 + (p > 0).sum() + _like(p, 2) - (3 - (p > 1).sum())).item(), "of many": lambda p: ((p > 0).sum() + _like(p, 2 ** 24 + 1)).item(),
     "a number behind a tensor": lambda p: (p.sum() + _like(p, 2.0).double()).item() - (p.sum() + 2.0).item() + (2.0 - p.sum()).item(),
+    "added in place": lambda p: (p.detach().sum().add_(1) + p.detach().norm().sub_(9).clamp_(max=0) + p.detach().mean().rsqrt_().pow_(3)).item(),
+    "in a view": lambda p: (lambda t: (t.view(-1).clamp_(min=9), t.sum())[1])(p.detach().sum(1)).item(),
+    "added up in place": lambda p: p.detach().sum().add_(p.detach().mul(2).sum(), alpha=3).mul_(2).item(),
+    "joined norms": lambda p: (lambda t: torch.cat([t.view(1), (t * t).view(1)]).sum())(p.detach().norm()).item(),
     "a vector": lambda p: len(_vector(p) @ p.detach()), "squeezed": lambda p: len(p.detach().sum(0, keepdim=True).squeeze_(0)),
 }
 LOSSES = {name: getattr(F, name) for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss")}

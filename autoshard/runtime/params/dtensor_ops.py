@@ -15,10 +15,12 @@ numbers than for plain tensors for
 * `+` and `-` of a sum that is not added up (`(p == 0).sum()`) and a number, once such a sum of 64 bits met a whole DTensor: torch's cache takes
   the two for the same, and every rank adds the number; where the number came first (`sum(... for p in parameters)` begins with 0), torch fails;
 * the same of a sum and a whole DTensor, both of integers: torch adds them in float32;
+* `cat` of norms that are not added up and other tensors: their sum adds up powers of all of them;
 * what `GradScaler` looks for in gradients that lie in different ways: ranks hear of numbers that are not finite as the first gradient lies, so that
   some leave out a step that others take;
 and for `_foreach_copy_`, with which loops put averaged weights in place, it has nothing at all, nor for `copy_` between a DTensor and a plain tensor,
-which is the whole one here.
+which is the whole one here. Ops in place on what is not added up (`p.norm().clamp_(min=eps)`, `p.sum().add_(1)`), which it refuses, or does as
+above, are done on the whole.
 
 Each of them is done by other ops of DTensors, which are right. What torch does right stays as it is, and so does an op for which torch, or
 somebody else, has a function like these already.
@@ -53,6 +55,11 @@ LOSSES = (aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.soft_margin_
 MEAN, SUM = 1, 2
 OUT_OF_PLACE = {aten.index_add_.default: aten.index_add.default, aten.index_copy_.default: aten.index_copy.default,
                 aten.scatter_add_.default: aten.scatter_add.default}
+LINEAR = (aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.neg_.default)
+ADDS = (aten.add_.Tensor, aten.sub_.Tensor)
+IN_PLACE = (*LINEAR, *ADDS, aten.sqrt_.default, aten.rsqrt_.default, aten.reciprocal_.default, aten.pow_.Scalar, aten.exp_.default, aten.log_.default,
+            aten.abs_.default, aten.round_.default, aten.nan_to_num_.default, aten.clamp_.default, aten.clamp_.Tensor, aten.clamp_min_.default,
+            aten.clamp_max_.default, aten.masked_fill_.Scalar, aten.lerp_.Scalar, aten.lerp_.Tensor, aten.addcmul_.default, aten.addcdiv_.default)
 BACKWARDS = (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward, aten.soft_margin_loss_backward,
              aten.binary_cross_entropy_backward)
 
@@ -202,6 +209,35 @@ def _added(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return op(*(added if a is shares[0] else a for a in args), **kwargs)
 
 
+def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Written in place is what the op makes of the sum. Views of it stay right: where it lies, the first rank has the result then, and the others
+    zeros. A norm has no such shares of negative numbers, so it becomes a whole tensor."""
+    x, *others = args
+    linear = op in LINEAR or op in ADDS and x.is_floating_point() and isinstance(others[0], DTensor) and others[0].placements == x.placements
+    if not isinstance(x, DTensor) or all(not p.is_partial() or linear and p in (Partial(), Partial("avg")) for p in x.placements):
+        return NotImplemented
+    whole = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+    op(whole, *others, **kwargs)
+    partial = {i: p for i, p in enumerate(x.placements) if p.is_partial()}
+    if any(type(p) is not Partial for p in partial.values()):
+        x._local_tensor, x._spec = whole._local_tensor, whole._spec
+    elif all(p != Partial() or x.device_mesh.get_local_rank(i) == 0 for i, p in partial.items()):
+        x._local_tensor.copy_(whole._local_tensor)
+    else:
+        x._local_tensor.zero_()
+    return x
+
+
+def _joined(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Norms are added up before."""
+    parts, *dim = args
+    norms = [isinstance(t, DTensor) and any(p.is_partial() and type(p) is not Partial for p in t.placements) for t in parts]
+    if not any(norms):
+        return NotImplemented
+    return op([t.redistribute(placements=[Replicate() if p.is_partial() else p for p in t.placements]) if norm else t
+               for t, norm in zip(parts, norms, strict=True)], *dim, **kwargs)
+
+
 def _copied(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A plain tensor is the same whole on all ranks."""
     x, value, *how = args
@@ -232,6 +268,8 @@ MENDED: dict[Run, tuple[Any, ...]] = {
     _in_place: tuple(OUT_OF_PLACE),
     _filled: (aten.fill_.Scalar, aten.fill_.Tensor),
     _identity: (aten.eye.out, aten.eye.m_out),
+    _written: IN_PLACE,
+    _joined: (aten.cat.default,),
     _copied: (aten.copy_.default,),
     _one_by_one: (aten._foreach_copy_.default,),
     _added: (aten.add.Tensor, aten.sub.Tensor),
