@@ -20,7 +20,7 @@ numbers than for plain tensors for
   some leave out a step that others take;
 and for `_foreach_copy_`, with which loops put averaged weights in place, it has nothing at all, nor for `copy_` between a DTensor and a plain tensor,
 which is the whole one here. Ops in place on what is not added up (`p.norm().clamp_(min=eps)`, `p.sum().add_(1)`), which it refuses, or does as
-above, are done on the whole.
+above, are done on the whole; those between a DTensor and a plain tensor (Adafactor's state), which it refuses, as `copy_` is.
 
 Each of them is done by other ops of DTensors, which are right. What torch does right stays as it is, and so does an op for which torch, or
 somebody else, has a function like these already.
@@ -213,8 +213,13 @@ def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Written in place is what the op makes of the sum. Views of it stay right: where it lies, the first rank has the result then, and the others
     zeros. A norm has no such shares of negative numbers, so it becomes a whole tensor."""
     x, *others = args
+    if not isinstance(x, DTensor):  # a plain tensor is the same whole on all ranks, as an optimizer's torch.zeros(shape)
+        return op(x, *(a.full_tensor() if isinstance(a, DTensor) else a for a in others), **kwargs)
+    if any(_is_plain(a) for a in others):
+        whole = [Replicate()] * x.device_mesh.ndim
+        return op(x, *(DTensor.from_local(a, x.device_mesh, whole, run_check=False) if _is_plain(a) else a for a in others), **kwargs)
     linear = op in LINEAR or op in ADDS and x.is_floating_point() and isinstance(others[0], DTensor) and others[0].placements == x.placements
-    if not isinstance(x, DTensor) or all(not p.is_partial() or linear and p in (Partial(), Partial("avg")) for p in x.placements):
+    if all(not p.is_partial() or linear and p in (Partial(), Partial("avg")) for p in x.placements):
         return NotImplemented
     whole = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
     op(whole, *others, **kwargs)
@@ -226,6 +231,11 @@ def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         x._local_tensor.zero_()
     return x
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether torch refuses it beside a DTensor."""
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.ndim > 0
 
 
 def _joined(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
