@@ -57,9 +57,10 @@ OUT_OF_PLACE = {aten.index_add_.default: aten.index_add.default, aten.index_copy
                 aten.scatter_add_.default: aten.scatter_add.default}
 LINEAR = (aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.neg_.default)
 ADDS = (aten.add_.Tensor, aten.sub_.Tensor)
-IN_PLACE = (*LINEAR, *ADDS, aten.sqrt_.default, aten.rsqrt_.default, aten.reciprocal_.default, aten.pow_.Scalar, aten.exp_.default, aten.log_.default,
-            aten.abs_.default, aten.round_.default, aten.nan_to_num_.default, aten.clamp_.default, aten.clamp_.Tensor, aten.clamp_min_.default,
-            aten.clamp_max_.default, aten.masked_fill_.Scalar, aten.lerp_.Scalar, aten.lerp_.Tensor, aten.addcmul_.default, aten.addcdiv_.default)
+IN_PLACE = (*LINEAR, *ADDS, aten.sqrt_.default, aten.rsqrt_.default, aten.reciprocal_.default, aten.pow_.Scalar, aten.exp_.default,
+            aten.log_.default, aten.abs_.default, aten.round_.default, aten.trunc_.default, aten.nan_to_num_.default, aten.clamp_.default,
+            aten.clamp_.Tensor, aten.clamp_min_.default, aten.clamp_max_.default, aten.masked_fill_.Scalar, aten.lerp_.Scalar, aten.lerp_.Tensor,
+            aten.addcmul_.default, aten.addcdiv_.default)
 BACKWARDS = (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward, aten.soft_margin_loss_backward,
              aten.binary_cross_entropy_backward)
 
