@@ -139,6 +139,24 @@ def test_blocks(model: nn.Module) -> None:
     assert_same(model, (features(), classes()), F.cross_entropy, 4)
 
 
+class Tokens(nn.Module):
+    """A token beside those of a sample, and layers that swap rows and positions: at one row a trace lacks some of these ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rnn, self.out = nn.Parameter(torch.zeros(1, 1, 6)), nn.GRU(6, 6, batch_first=True), nn.Linear(6, 5)
+        self.layer = nn.TransformerEncoderLayer(6, 3, 8, dropout=0.0, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = torch.cat([self.first.expand(len(x), -1, -1), x.view(-1, 2, 3).repeat(1, 1, 2)], 1)
+        return self.out(self.layer(self.rnn(tokens)[0])[:, 0])
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_one_row_computes_what_the_batch_does(rows: int) -> None:
+    assert_same(Tokens(), (features(rows), classes(rows)), F.cross_entropy, rows)
+
+
 OWN = {"mlp": mlp, "gpt": gpt, "llama": llama, "bert": bert, "vit": vit, "moe": moe, "t5": t5, "dlrm": dlrm}
 
 

@@ -24,6 +24,7 @@ from autoshard.padding.padded import WEIGHTS as PAD_WEIGHTS
 from autoshard.padding.padded import padded
 from autoshard.pipeline.microbatches.few_layers import made_from_one
 from autoshard.pipeline.microbatches.known_sizes import made_between
+from autoshard.pipeline.microbatches.one_row import as_the_batch
 from autoshard.pipeline.microbatches.relations import Cut, Inexact, Relation, Rows, Same
 from autoshard.pipeline.microbatches.walk import by_shape, only_checked, partners, walk
 from autoshard.program.accumulate import accumulating
@@ -103,11 +104,16 @@ class Batch:
         flat, tree = self._flat
         tensors = [t for t in flat if isinstance(t, torch.Tensor)]
         dims = _batch_dims(whole, tensors, pipeline)
-        pieces = iter([t if d is None else t.detach().narrow(d, 0, t.shape[d] // count) for t, d in zip(tensors, dims, strict=True)])
-        some, named = pytree.tree_unflatten([next(pieces) if isinstance(v, torch.Tensor) else v for v in flat], tree)
-        anew = partial(trace, self.model, some, named, **self._tracing)
+        rows = next(t.shape[d] for t, d in zip(tensors, dims, strict=True) if d is not None)
+
+        def anew(n: int = rows // count, **less: Any) -> Traced:
+            pieces = iter([t if d is None else _first_rows(t.detach(), d, n) for t, d in zip(tensors, dims, strict=True)])
+            some, named = pytree.tree_unflatten([next(pieces) if isinstance(v, torch.Tensor) else v for v in flat], tree)
+            return trace(self.model, some, named, **self._tracing, **less)
+
         try:
             part = short and made_from_one(whole, anew) or anew()
+            part = as_the_batch(whole, rows, part, anew) if rows == count else part
         except TraceError as e:
             raise TraceError(f"{e}\n  {_about_parts(whole.calling.names, dims, count)}") from None
         return replace(whole, graph=_microbatched(whole, part, dims, pipeline, loss), calling=_calling(whole.calling, part.calling))
@@ -119,6 +125,11 @@ class Batch:
     @cached_property
     def _flat(self) -> tuple[Any, Any]:
         return self.whole.calling.binding.flatten(self.args, self.kwargs)
+
+
+def _first_rows(t: torch.Tensor, dim: int, n: int) -> torch.Tensor:
+    """Of a batch with less than `n` rows, its rows and the first ones again."""
+    return (t if n <= t.shape[dim] else torch.cat([t, t], dim)).narrow(dim, 0, n)
 
 
 def _about_parts(names: Sequence[str], dims: Sequence[int | None], count: int) -> str:
