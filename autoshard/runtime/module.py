@@ -358,7 +358,7 @@ class CompiledModule(Guidance, nn.Module):
         if not self._stored.specs and self._stored.is_virtual:
             raise UsageError("the model was built on the meta device and has no memory yet; call it once (or pass example_inputs) before loading")
         mine = dict((*self.named_buffers(remove_duplicate=False), *self.named_parameters(remove_duplicate=False)))
-        return super().load_state_dict({name: self._stored.as_held(name, mine.get(name), value) for name, value in state_dict.items()}, strict)
+        return super().load_state_dict(self._stored.all_as_held(mine, state_dict), strict)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -295,3 +295,25 @@ def _changed_behind_evaluation() -> str:
 def test_training_what_every_rank_has_is_refused():
     assert all("this call changes other_head.bias, which the program of the first call did not read" in text
                for text in on_ranks(2, _changed_behind_evaluation))
+
+
+def _normed(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)).double()
+
+
+def _loads_batch_norms() -> dict[str, float]:
+    """Also a state dict without versions, as those of `get_model_state_dict`."""
+    batch = (torch.randn(4, 6, dtype=torch.float64), torch.randint(5, (4,)))
+    model = autoshard.compile(_normed(0), "pp=2", batch, loss_fn=F.cross_entropy, cluster="cpu-gloo", cache=False, pipeline=Pipeline(cuts=["2"]))
+    found = {}
+    for seed, kind in ((1, lambda state: state), (2, dict)):
+        wanted = _normed(seed).state_dict()
+        model.load_state_dict(kind(wanted))
+        found |= {f"{name} of {seed}": float((whole(t) - wanted[name]).abs().max()) for name, t in model.state_dict().items()}
+    return found
+
+
+def test_batch_norms_of_other_stages_are_no_obstacle_to_loading():
+    for found in on_ranks(2, _loads_batch_norms):
+        assert found and not any(found.values()), found

@@ -143,6 +143,12 @@ class Stored:
         """A whole tensor, cut as `like` lies on the ranks."""
         return _torch.dtensor_like(self._piece(whole.to(self.place.device), like.placements), like)
 
+    def all_as_held(self, mine: Mapping[str, torch.Tensor], state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """`as_held` of all tensors of a state dict, with the versions of modules that it says."""
+        held = copy.copy(state_dict) if isinstance(state_dict, dict) else dict(state_dict)
+        held.update({name: self.as_held(name, mine.get(name), value) for name, value in state_dict.items()})
+        return held
+
     def as_held(self, name: str, mine: torch.Tensor | None, value: Any) -> Any:
         """A value of a state dict for the tensor `mine`: a whole one is cut. Raises UsageError for another rank's piece."""
         if isinstance(mine, DTensor) and isinstance(value, DTensor):

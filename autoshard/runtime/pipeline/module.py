@@ -85,12 +85,15 @@ class PipelineModule(CompiledModule):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As usual; tensors of other stages may be in it, and are left out. Their shapes are looked at, so that all ranks raise where one does."""
-        own = set(self.state_dict())
+        own = self.state_dict()
         for name, t in (*self._skeleton.named_parameters(remove_duplicate=False), *self._skeleton.named_buffers(remove_duplicate=False)):
             if name not in own and (given := state_dict.get(name, t)).shape != t.shape:
                 raise RuntimeError(f"load_state_dict: size mismatch for {name}, which another stage has: {tuple(given.shape)} where the model has "
                                    f"{tuple(t.shape)}")
-        return super().load_state_dict({k: v for k, v in state_dict.items() if k in own or k not in self._names}, strict, assign)
+        kept = {k: v for k, v in state_dict.items() if k in own or k not in self._names}
+        own.clear()  # it says the versions of modules; batch norms without one are loaded by a buffer that another stage may have
+        own.update(kept)
+        return super().load_state_dict(own, strict, assign)
 
 
 def pipeline_module(model: nn.Module, place: Place, settings: Settings, has_inputs: bool) -> PipelineModule:
