@@ -63,6 +63,7 @@ WRITES = {
     "index_copy_ rows": lambda p: p.index_copy_(0, _like(p, [7, 0]), p[:2] + 1), "eye_": nn.init.eye_,
     "copy_ of a whole": lambda p: p.copy_(torch.arange(float(p.numel())).view(p.shape)), "copy_ of a row": lambda p: p.copy_(torch.arange(6.0) - 2),
     "copy_ into a whole": lambda p: p.copy_(torch.zeros(p.shape, dtype=p.dtype).copy_(p * 2)),
+    "pruned": lambda p: p.__setitem__(p.abs() < 2, -1) or p,
     "mul_ by a row": lambda p: p.mul_(torch.arange(6.0, dtype=p.dtype) - 2).add_(torch.ones(p.shape, dtype=p.dtype), alpha=3),
     "add_ into a whole": lambda p: p.copy_(torch.ones(len(p), 1, dtype=p.dtype).mul_(.9).add_(p.mean(1, keepdim=True), alpha=.1).expand(p.shape)),
     "scatter_add_": lambda p: p.scatter_add_(0, _like(p, [[5] * 6, [0] * 6]), p[:2] * 3),

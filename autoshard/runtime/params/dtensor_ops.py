@@ -20,7 +20,8 @@ numbers than for plain tensors for
   some leave out a step that others take;
 and for `_foreach_copy_`, with which loops put averaged weights in place, it has nothing at all, nor for `copy_` between a DTensor and a plain tensor,
 which is the whole one here. Ops in place on what is not added up (`p.norm().clamp_(min=eps)`, `p.sum().add_(1)`), which it refuses, or does as
-above, are done on the whole; those between a DTensor and a plain tensor (Adafactor's state), which it refuses, as `copy_` is.
+above, are done on the whole; those between a DTensor and a plain tensor (Adafactor's state), which it refuses, as `copy_` is. A number is written
+where a mask says (`p[p.abs() < 1e-2] = 0`), for which it wants to know how many places there are.
 
 Each of them is done by other ops of DTensors, which are right. What torch does right stays as it is, and so does an op for which torch, or
 somebody else, has a function like these already.
@@ -261,6 +262,15 @@ def _copied(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return x
 
 
+def _masked(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A mask as large as the tensor says it element by element, so every rank writes the number into its piece."""
+    x, indices, value, *accumulate = args
+    mask = indices[0] if len(indices) == 1 else None
+    if not isinstance(mask, DTensor) or mask.dtype != torch.bool or mask.shape != x.shape or value.numel() != 1 or any(accumulate):
+        return NotImplemented
+    return x.masked_fill_(mask, value.item())
+
+
 def _one_by_one(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tensors of a list, each placed as it was."""
     to, values, *how = args
@@ -282,6 +292,7 @@ MENDED: dict[Run, tuple[Any, ...]] = {
     _written: IN_PLACE,
     _joined: (aten.cat.default,),
     _copied: (aten.copy_.default,),
+    _masked: (aten.index_put_.default,),
     _one_by_one: (aten._foreach_copy_.default,),
     _added: (aten.add.Tensor, aten.sub.Tensor),
     apart: OPS,
