@@ -53,4 +53,5 @@ def memory(request: Request,
         from autoshard.report.sweep import show
 
         show(points)
-    end_with([p.plan.status for p in points if p.plan is not None], quiet)
+    plans = [p.plan for p in points if p.plan is not None]
+    end_with([p.status for p in plans], quiet, cut=clock.ended.is_set() and not any(p.interrupted for p in plans))

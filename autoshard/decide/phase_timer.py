@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,11 +20,13 @@ def cpu_seconds() -> float:
 
 
 class PhaseTimer:
-    """Times phases by wall clock and by CPU time of the process, and tells the user where the work is."""
+    """Times phases by wall clock and by CPU time of the process, and tells the user where the work is. `ended`: set once Ctrl-C ended a search, which
+    those who search more than once ask: what was found by then may be proven, and says nothing of it."""
 
     def __init__(self, progress: Progress | None = None) -> None:
         self.seconds: dict[str, float] = {}
         self.cpu_seconds: dict[str, float] = {}
+        self.ended = threading.Event()
         self._progress = progress or (lambda phase, detail: None)
 
     def say(self, phase: str, detail: str = "") -> None:
@@ -33,7 +36,7 @@ class PhaseTimer:
     def quiet(self) -> PhaseTimer:
         """For the phases of short searches: they are timed with all others, and nobody is told."""
         other = PhaseTimer()
-        other.seconds, other.cpu_seconds = self.seconds, self.cpu_seconds
+        other.seconds, other.cpu_seconds, other.ended = self.seconds, self.cpu_seconds, self.ended
         return other
 
     @contextmanager

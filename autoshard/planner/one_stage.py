@@ -111,7 +111,11 @@ def _searched_whole(table: CostTable, options: Options, program: Program | None 
         program = replace(program, starts=(*program.starts, *lifts(program.formulation, coarser)))
     how = How(Clock(options.time_limit), options.search, clock.search, finer, enough, {} if known is None else known)
     with stopping(how.clock, interruptible), clock("search"):
-        return find(program, how)
+        try:
+            return find(program, how)
+        finally:
+            if how.clock.stopped:
+                clock.ended.set()
 
 
 def _searched_both(table: CostTable, options: Options, program: Program | None, *, clock: PhaseTimer, finer: bool, coarser: Sequence[Plan | Layouts],

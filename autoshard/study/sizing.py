@@ -156,8 +156,8 @@ def sweep(jobs: Sequence[Job], cases: Cases, clock: PhaseTimer | None = None) ->
             if not found:
                 raise
             return Sizing(_marked(found), interrupted=True)
-        if (plan := found[-1].plan) is not None and plan.interrupted:
-            break
+        if clock.ended.is_set():
+            return Sizing(_marked(found), interrupted=number < len(asked))
     return Sizing(_marked(found))
 
 

@@ -53,13 +53,14 @@ def sweep(table: CostTable, options: Options, budgets: Sequence[float] = (), *, 
     """Plans from the largest budget to the smallest. Without `budgets`: from what the fastest plan takes down to an eighth
     of it, in `steps` equal ratios. Ctrl-C ends it with the budgets so far. A plan for a smaller budget that is faster
     stands for the larger one too. Raises InfeasibleError where seeds leave no plan at all."""
+    clock = clock or PhaseTimer()
     search = _Search(table, options, has_loss, model, clock)
     if not budgets:
         say("the fastest plan")
         ample = search.point(UNLIMITED)
         if ample.plan is None:
             raise InfeasibleError(ample.why)
-        if ample.plan.interrupted:
+        if clock.ended.is_set():
             return (replace(ample, budget=float(ample.plan.memory["total"])),)
         budgets = np.geomspace(float(ample.plan.memory["total"]), float(ample.plan.memory["total"]) / 8, steps).tolist()
     points: list[Point] = []
@@ -71,7 +72,7 @@ def sweep(table: CostTable, options: Options, budgets: Sequence[float] = (), *, 
             if not points:
                 raise
             break
-        if points[-1].plan is not None and points[-1].plan.interrupted:
+        if clock.ended.is_set():
             break
         if points[-1].plan is None and points[-1].proven:
             break  # a smaller one fits even less
@@ -86,7 +87,7 @@ class _Search:
     options: Options
     has_loss: bool
     model: Mapping[str, Any] | None
-    clock: PhaseTimer | None
+    clock: PhaseTimer
     known: dict[str, Solution] = field(default_factory=dict)
 
     @cached_property

@@ -86,9 +86,9 @@ def what_if(bench: Workbench, mesh: Mesh, options: Options, asked: Sequence[str]
     today = today or bench.plan(mesh, options, profile=profile, clock=clock)
     rows: list[WhatIf] = []
     for each in found:
+        if today.interrupted or clock.ended.is_set():
+            return WhatIfs(today, tuple(rows), interrupted=True)
         clock.say("what if", each.text)
-        if today.interrupted or rows and rows[-1].plan is not None and rows[-1].plan.interrupted:
-            break
         try:
             rows.append(_row(bench, mesh, options, each, today, clock))
         except Interrupted:

@@ -54,6 +54,11 @@ def test_ctrl_c_in_a_later_case_is_told(run, monkeypatch):
             raise Interrupted("interrupted")
         return whole(*arguments)
 
-    monkeypatch.setattr(sizing, "_point", stopped_at_the_second)
-    code, out, err = run("sweep", "mlp", "--mesh", "a=2", "--mesh", "a=1", "--cluster", "cpu-gloo", "--json")
-    assert code == 130 and len(json.loads(out)) == 1 and "what was planned by then" in err
+    def ended_with_a_proven_plan(*arguments):
+        arguments[-1].ended.set()
+        return whole(*arguments)
+
+    for point in (stopped_at_the_second, ended_with_a_proven_plan):
+        monkeypatch.setattr(sizing, "_point", point)
+        code, out, err = run("sweep", "mlp", "--mesh", "a=2", "--mesh", "a=1", "--cluster", "cpu-gloo", "--json")
+        assert code == 130 and len(json.loads(out)) == 1 and "what was planned by then" in err

@@ -47,9 +47,18 @@ class CtrlC:
             signal.raise_signal(signal.SIGINT)
 
 
-def run(monkeypatch, capsys, command: str, phase: str, *more: str) -> tuple[int, str, str]:
+class OnceProven(CtrlC):
+    """Sends it when the first search has proven its plan."""
+
+    def __call__(self, phase: str, detail: str) -> None:
+        if "gap 0.00%" in detail and not self.sent:
+            self.sent += 1
+            signal.raise_signal(signal.SIGINT)
+
+
+def run(monkeypatch, capsys, command: str, phase: str, *more: str, sends: type[CtrlC] = CtrlC) -> tuple[int, str, str]:
     module, arguments = COMMANDS[command]
-    progress = CtrlC(phase)
+    progress = sends(phase)
 
     @contextmanager
     def shown(on):
@@ -94,6 +103,17 @@ def test_the_plan_is_saved_and_says_so(monkeypatch, capsys, tmp_path):
     found = Plan.load(tmp_path / "plan.json")
     assert code == 130 and found.interrupted and INTERRUPTED in out and 0 <= found.bound_s <= found.objective_s and 0 <= found.gap <= 1
     json.loads((tmp_path / "plan.json").read_text(), parse_constant=pytest.fail)  # Infinity is no JSON
+
+
+@pytest.mark.parametrize("command, arguments, rows", [
+    (memory, ("memory", "mlp", "--mesh", "d=2", "--cluster", "cpu-gloo", "--steps", "3"), lambda found: len(found)),
+    (plan, ("plan", "mlp", "--mesh", "d=2", "--cluster", "cpu-gloo", "--what-if", "device.memory_bandwidth=2x"), lambda found: 1 + len(found["what_if"])),
+], ids=["memory", "what-if"])
+def test_no_search_follows_one_that_was_ended(command, arguments, rows, monkeypatch, capsys):
+    """Also where what it found was proven by then, so that the plan says nothing of Ctrl-C."""
+    monkeypatch.setitem(COMMANDS, "several", (command, arguments))
+    code, out, err = run(monkeypatch, capsys, "several", "search", "--json", sends=OnceProven)
+    assert code == 130 and rows(json.loads(out)) == 1 and "what was planned by then" in err
 
 
 def test_why_not_in_the_first_search_has_nothing_to_compare(monkeypatch, capsys):
