@@ -16,6 +16,7 @@ numbers than for plain tensors for
   the two for the same, and every rank adds the number; where the number came first (`sum(... for p in parameters)` begins with 0), torch fails;
 * the same of a sum and a whole DTensor, both of integers: torch adds them in float32;
 * `cat` of norms that are not added up and other tensors: their sum adds up powers of all of them;
+* writes into a slice along a split dim (`p[0] = 0`): they go into a copy ([slices.py](slices.py));
 * what `GradScaler` looks for in gradients that lie in different ways: ranks hear of numbers that are not finite as the first gradient lies, so that
   some leave out a step that others take;
 and for `_foreach_copy_`, with which loops put averaged weights in place, it has nothing at all, nor for `copy_` between a DTensor and a plain tensor,
@@ -43,6 +44,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from autoshard import _torch
 from autoshard.program.tracing.tape import describe, is_user_file
+from autoshard.runtime.params import slices
 from autoshard.runtime.params.assigned_data import take_assigned_data
 from autoshard.runtime.params.mixed_lists import OPS, apart, norm_of_both
 from autoshard.runtime.params.strided import cut
@@ -79,17 +81,25 @@ def mend_dtensors() -> None:
 
 def mend(op: Any, run: Run) -> None:
     """Have `run(op, args, kwargs)` do an op of DTensors from now on, unless there is a function for that. Where it gives NotImplemented,
-    torch does it."""
+    torch does it. Slices that the op takes, or writes into, are those of the tensor."""
     def asked(op: Any, args: Any, kwargs: Any) -> Any:
-        if (result := run(op, args, kwargs)) is not NotImplemented:
-            return result
+        result = run(op, args, kwargs)
+        if result is NotImplemented:
+            result = by_torch(args, kwargs)
+        if op in slices.SLICES:
+            slices.remember(op, args, kwargs, result)
+        elif writes:
+            slices.put_back(args[0])
+        return result
+
+    def by_torch(args: Any, kwargs: Any) -> Any:
         del table[op]
         try:
             return op(*args, **kwargs)
         finally:
             table[op] = asked
 
-    table = _torch.functions_of_dtensors()
+    table, writes = _torch.functions_of_dtensors(), op._schema.name.endswith("_")
     table.setdefault(op, asked)
 
 
@@ -167,6 +177,8 @@ def _in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _filled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of a sum that is not added up yet, the first rank has the number, and the others zeros."""
     x, value = args
+    if isinstance(x, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+        return x.fill_(value.item())  # what `x[...] = 0` calls; torch has no way to do it
     axes = [i for i, p in enumerate(x.placements) if p.is_partial() and p not in (Partial("avg"), Partial("max"), Partial("min"))]
     if not axes:
         return NotImplemented
@@ -271,6 +283,11 @@ def _masked(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return x.masked_fill_(mask, value.item())
 
 
+def _as_torch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of slices, and of what is written into them."""
+    return NotImplemented
+
+
 def _one_by_one(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tensors of a list, each placed as it was."""
     to, values, *how = args
@@ -295,6 +312,7 @@ MENDED: dict[Run, tuple[Any, ...]] = {
     _masked: (aten.index_put_.default,),
     _one_by_one: (aten._foreach_copy_.default,),
     _added: (aten.add.Tensor, aten.sub.Tensor),
+    _as_torch: (*slices.SLICES, *slices.writes()),
     apart: OPS,
     _squeezed: (aten.squeeze_.default, aten.squeeze_.dim, aten.squeeze_.dims),
 }
