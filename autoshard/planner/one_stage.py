@@ -125,7 +125,7 @@ def _searched_both(table: CostTable, options: Options, program: Program | None, 
     left, enough = Left(clock, options.time_limit), max(CLOSE, how["enough"])
     steps, layouts = _near_bound(table, options, left, clock=clock, finer=finer, coarser=coarser, **how)
     near = steps.from_layouts(layouts)
-    if near is not None and (steps.stopped or left.over or near.solution.cost <= (1.0 + enough) * steps.bound):
+    if near is not None and (steps.stopped or left.over and not coarser or near.solution.cost <= (1.0 + enough) * steps.bound):
         return as_near(near, steps.bound, None, steps.stopped)
     starts = (*coarser, *([near.plan(table, {}, {})] if near else []))
     try:
