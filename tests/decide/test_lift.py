@@ -73,6 +73,6 @@ def test_a_search_starts_from_coarser_plans_of_its_program(monkeypatch):
     monkeypatch.setattr("autoshard.planner.one_stage.find", lambda asked, how: seen.append(asked) or find(asked, how))
     fine = decide(prices(program, parse_mesh("4x2x2"), options), options, finer=False, coarser=plans)
     asked, start = seen[-1], lifted(seen[-1].formulation, plans[0])  # strategies near layouts close to the bound were searched before
-    assert sum(np.array_equal(start, known) for known in asked.starts) == 1 and lifted(asked.formulation, plans[1]) is None
+    assert any(np.array_equal(start, known) for known in asked.starts) and lifted(asked.formulation, plans[1]) is None
     assert evaluate(asked.formulation.problem, start) <= plans[0].objective_s * (1 + 1e-9)
     assert fine.objective_s <= plans[0].objective_s * (1 + 1e-9)
