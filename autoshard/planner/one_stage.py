@@ -1,7 +1,8 @@
 """One program on one mesh: what everything costs, and the decision."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -110,11 +111,18 @@ def _searched_whole(table: CostTable, options: Options, program: Program | None 
         program = (program or program_of(table, options, has_loss=has_loss)).within(limit)
         program = replace(program, starts=(*program.starts, *lifts(program.formulation, coarser)))
     how = How(Clock(options.time_limit), options.search, clock.search, finer, enough, {} if known is None else known)
-    with stopping(how.clock, interruptible), clock("search"):
+    with _searching(how.clock, clock, interruptible):
+        return find(program, how)
+
+
+@contextmanager
+def _searching(limit: Clock, clock: PhaseTimer, interruptible: bool) -> Iterator[None]:
+    """A search that Ctrl-C ends by `limit`; `clock` remembers that it did."""
+    with stopping(limit, interruptible), clock("search"):
         try:
-            return find(program, how)
+            yield
         finally:
-            if how.clock.stopped:
+            if limit.stopped:
                 clock.ended.set()
 
 
@@ -166,7 +174,7 @@ def _near_bound(table: CostTable, options: Options, left: Left, *, clock: PhaseT
     if found is None:
         return Descent(table, least(table), search, left, clock.say), {}
     limit = Clock(left.seconds)
-    with stopping(limit, how["interruptible"]), clock("search"):
+    with _searching(limit, clock, how["interruptible"]):
         floor = floor_of(found, limit.expired)
     steps = Descent(table, max(least(table), floor.seconds), search, left, clock.say, limit.stopped)
     return steps, found.layouts(floor.choice)

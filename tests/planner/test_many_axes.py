@@ -45,11 +45,12 @@ def traced(model: str, mesh: str = "a=2,b=2,c=2") -> Traced:
     return Batch(built, inputs, {}, {"loss_fn": LOSS[model], "training": True}).on(parse_mesh(mesh), Options().pipeline)
 
 
-def planned(model: str, mesh: str, options: Options = OPTIONS, few: int = 3, one: int = 1, far: float = 0.05) -> Plan:
+def planned(model: str, mesh: str, options: Options = OPTIONS, few: int = 3, one: int = 1, far: float = 0.05,
+            clock: PhaseTimer | None = None) -> Plan:
     """`one`: axes on which strategies may differ from layouts close to the bound; `far`: from it, from where on a plan for fewer axes is asked too."""
     many = patch.object(many_axes, "FEW_AXES", few), patch.object(many_axes, "MANY_PAIRS", 0)
     with many[0], many[1], patch.object(descent, "ONE", one), patch.object(one_stage, "FAR", far):
-        return decide(prices(traced(model, mesh), parse_mesh(mesh), options), options, has_loss=True, finer=False)
+        return decide(prices(traced(model, mesh), parse_mesh(mesh), options), options, has_loss=True, finer=False, clock=clock)
 
 
 def test_on_two_axes_every_strategy_is_near():
@@ -213,6 +214,8 @@ def test_who_ends_the_search_while_all_plans_are_bounded_gets_the_plan_so_far():
         over.__self__.stop = True
         return Floor(0.0, np.zeros(len(relaxed.kept), dtype=np.int64))
 
+    clock = PhaseTimer()
     with patch.object(one_stage, "floor_of", ended):
-        found = planned("mlp", "a=2,b=2,c=2", few=2)
+        found = planned("mlp", "a=2,b=2,c=2", few=2, clock=clock)
+    assert clock.ended.is_set(), "a sweep goes on otherwise"
     assert found.interrupted and 0 < found.bound_s <= found.objective_s
