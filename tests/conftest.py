@@ -1,17 +1,19 @@
 """Fixtures of all rooms, and their order."""
 import sys
+from pathlib import Path
 
 import pytest
 
 from autoshard import cli
 
+TESTS = Path(__file__).parent
 FIRST = ("pages", "dist", "pipeline")
 """Rooms with the longest tests: where several workers share the files, none is left alone with them at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {room: i for i, room in enumerate(FIRST)}
-    items.sort(key=lambda item: place.get(item.path.parent.name, len(FIRST)))
+    items.sort(key=lambda item: place.get(item.path.relative_to(TESTS).parts[0], len(FIRST)))
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ import sys
 import time
 
 import pytest
-from ports import free_ports
 
 from autoshard import cli
 from autoshard.calibrate.run import launched_mesh
 from autoshard.collectives import KINDS
 from autoshard.cost.cluster import load_cluster
+from tests.dist.ports import free_ports
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 

@@ -1,8 +1,6 @@
 """Optimizer state and update workspace against torch's optimizers as they run."""
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +9,7 @@ from torch import nn
 
 from autoshard.cost.memory import scalar_bytes, state_bytes, update_workspace
 from autoshard.cost.optimizers import OPTIMIZERS, elementwise_classes, optimizer_name
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
-from live_bytes import LiveBytes  # noqa: E402
+from tests.dist.live_bytes import LiveBytes
 
 SHAPES = ((96, 128), (8, 64, 32), (128,), (64, 64))
 OF_TORCH = {name: row for name, row in OPTIMIZERS.items() if row.torch}

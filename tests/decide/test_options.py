@@ -96,7 +96,7 @@ def test_what_is_recorded() -> None:
 
 
 def test_words_are_checked_in_every_part() -> None:
-    assert sum(len(choices_of(part)) for part in PARTS) >= 4  # outputs have words of their own, see tests/dist/test_output_modes.py
+    assert sum(len(choices_of(part)) for part in PARTS) >= 4  # outputs have words of their own, see tests/dist/loops/test_output_modes.py
     for part in PARTS:
         for name in choices_of(part):
             with pytest.raises(UsageError, match=f"{name}='\\?' is not one of"):

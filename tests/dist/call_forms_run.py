@@ -1,17 +1,12 @@
 """One call of a compiled module against the same call in eager mode: result, gradients of parameters and inputs."""
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
+from call_forms import Case
 from torch import nn
 from torch.utils import _pytree as pytree
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from call_forms import Case  # noqa: E402
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-2}
 

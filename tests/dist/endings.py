@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ports import free_ports
 from torch import nn
 
 import autoshard
+from tests.dist.ports import free_ports
 
 WAYS = ("text", "gloo", "one rank")
 ORDERS = ("destroy", "del, destroy", "destroy, del", "nothing", "raise", "exit 3")

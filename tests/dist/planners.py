@@ -5,8 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from random_plans import random_plan
-
 from autoshard.base.plan import OpPlan, Plan, StagePlan
 from autoshard.cost.cluster import load_cluster
 from autoshard.cost.redistribute import Redistribution
@@ -14,6 +12,7 @@ from autoshard.decide.options import Options, Passing
 from autoshard.lower.lower import Lowered
 from autoshard.runtime.compile import Settings, Variant
 from autoshard.runtime.step import Step
+from tests.dist.random_plans import random_plan
 
 
 def by_planner(planner: Callable[..., Plan], *, loss_fn: Any = None, plan: Plan | None = None, passing: Passing | None = None, key: str = "",

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import assert_near, same_gradients, twins, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import distribute_tensor
 
 import autoshard
+from tests.dist.harness import assert_near, same_gradients, twins, whole
 
 Loss = Callable[[nn.Module, tuple[Any, ...]], torch.Tensor]
 

@@ -2,8 +2,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,9 +21,7 @@ from autoshard.runtime.compile import Settings
 from autoshard.runtime.execute.eager import straight
 from autoshard.runtime.module import CompiledModule
 from autoshard.runtime.ranks.place import Place
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
-from random_plans import random_plan  # noqa: E402
+from tests.dist.random_plans import random_plan
 
 META = torch.device("meta")
 

@@ -42,9 +42,7 @@ from autoshard.rules import registry
 from autoshard.runtime.route import route_of
 from autoshard.search.problem import Solution, Status, evaluate
 from autoshard.verification.reprice import collectives_in, reprice
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
-from random_plans import random_plan  # noqa: E402
+from tests.dist.random_plans import random_plan
 
 CASES = [(name, mesh, seed) for name in ("mlp", "gpt", "resnet", "moe") for mesh in ("d=2", "a=2,b=2") for seed in range(2)]
 SLOW_DEVICE = str(Path(__file__).parents[1] / "dist" / "slow-device.toml")

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from ports import free_ports
 from test_examples import ROOT, TORCHRUN, python
+
+from tests.dist.ports import free_ports
 
 TRAINER = ROOT / "examples" / "torchtitan_like.py"
 

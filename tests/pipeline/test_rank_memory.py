@@ -2,8 +2,6 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +18,7 @@ from autoshard.base.turns import HERE, Turn
 from autoshard.errors import InfeasibleError
 from autoshard.play.in_flight import Keeping, beside
 from autoshard.runtime.pipeline.wires import Wires
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
-from live_bytes import LiveBytes  # noqa: E402
+from tests.dist.live_bytes import LiveBytes
 
 SCALARS = 64
 """Bytes of the loss on its way to other ranks, its weight and the tangent, which the plan counts in part."""

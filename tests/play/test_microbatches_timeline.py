@@ -2,9 +2,7 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -30,10 +28,8 @@ from autoshard.program.trace import trace
 from autoshard.runtime.execute.eager import straight
 from autoshard.runtime.microbatches import Micro, Windows
 from autoshard.runtime.step import Function
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
-from live_bytes import LiveBytes  # noqa: E402
-from random_plans import random_plan  # noqa: E402
+from tests.dist.live_bytes import LiveBytes
+from tests.dist.random_plans import random_plan
 
 CLUSTER = load_cluster("cpu-gloo")
 ROWS = 4

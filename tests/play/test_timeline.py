@@ -2,9 +2,7 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,10 +22,8 @@ from autoshard.play.footprint import Footprints
 from autoshard.play.play import play
 from autoshard.program.trace import trace
 from autoshard.runtime.execute.eager import straight
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
-from live_bytes import LiveBytes  # noqa: E402
-from random_plans import random_plan  # noqa: E402
+from tests.dist.live_bytes import LiveBytes
+from tests.dist.random_plans import random_plan
 
 MODELS = ("mlp", "gpt", "llama", "bert", "vit", "resnet", "moe", "t5", "dlrm")
 CLUSTER = load_cluster("cpu-gloo")

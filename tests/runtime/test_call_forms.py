@@ -3,25 +3,19 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from call_forms import case
 from torch import nn
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
-
-from call_forms import case  # noqa: E402
-from call_forms_run import check  # noqa: E402
-from planners import by_planner, whole_planner  # noqa: E402
-
-import autoshard  # noqa: E402
-from autoshard.errors import UsageError  # noqa: E402
-from autoshard.runtime.module import CompiledModule  # noqa: E402
-from autoshard.runtime.ranks.place import locate  # noqa: E402
+import autoshard
+from autoshard.errors import UsageError
+from autoshard.runtime.module import CompiledModule
+from autoshard.runtime.ranks.place import locate
+from tests.dist.call_forms_run import check
+from tests.dist.planners import by_planner, whole_planner
 
 FAST, ALL = 16, 200
 

@@ -2,8 +2,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +20,8 @@ from autoshard.runtime.params.host_state import keep_on_host
 from autoshard.runtime.params.update import local_update
 from autoshard.runtime.ranks.place import Place
 from autoshard.runtime.step import Function
+from tests.dist.random_plans import random_plan
 from tests.support.fake_cuda import CUDA, Recorded, fake_cuda, on_cuda
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
-from random_plans import random_plan  # noqa: E402
 
 MODELS = ("mlp", "gpt", "llama", "bert", "vit", "resnet", "moe", "t5", "dlrm")
 MESH = Mesh(("dp", "tp"), (2, 2))

@@ -2,9 +2,7 @@
 from __future__ import annotations
 
 import copy
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +13,7 @@ from autoshard.cost.memory import host_workspace, state_bytes, update_workspace
 from autoshard.cost.optimizers import verified
 from autoshard.errors import UsageError
 from autoshard.runtime.params.host_state import HOST, is_marked, keep_on_host
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
-from live_bytes import LiveBytes  # noqa: E402
+from tests.dist.live_bytes import LiveBytes
 
 SHAPES = ((96, 128), (8, 64, 32), (128,), (64, 64), ())
 AWAY = ("0", "2", "3")

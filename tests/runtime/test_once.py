@@ -105,7 +105,7 @@ def test_results_left_out_of_the_last_pass_that_accumulates() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_around_a_call(reentrant: bool) -> None:
-    """The first call is traced in it, and nothing is run again for the trace. Over ranks: tests/dist/test_wrappers.py."""
+    """The first call is traced in it, and nothing is run again for the trace. Over ranks: tests/dist/loops/test_wrappers.py."""
     x, results = rows(), []
     for m in pair(nn.Sequential(nn.Linear(6, 6), nn.Tanh())):
         given = x.clone().requires_grad_()

@@ -4,22 +4,18 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
-
-from planners import by_planner, whole_planner  # noqa: E402
-
-import autoshard  # noqa: E402
-from autoshard.errors import MeshError, UsageError  # noqa: E402
-from autoshard.runtime.module import CompiledModule  # noqa: E402
-from autoshard.runtime.ranks.place import locate  # noqa: E402
-from models import gpt, resnet  # noqa: E402
+import autoshard
+from autoshard.errors import MeshError, UsageError
+from autoshard.runtime.module import CompiledModule
+from autoshard.runtime.ranks.place import locate
+from models import gpt, resnet
+from tests.dist.planners import by_planner, whole_planner
 
 
 @pytest.mark.parametrize("module", [gpt, resnet])

@@ -1,4 +1,4 @@
-"""Steps on local pieces; that they move DTensors as whole steps do is part of tests/dist/test_training.py."""
+"""Steps on local pieces; that they move DTensors as whole steps do is part of tests/dist/loops/test_training.py."""
 from __future__ import annotations
 
 import pytest

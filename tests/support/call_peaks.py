@@ -1,15 +1,11 @@
 """Peaks of the calls of `generate`, measured and planned."""
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "dist"))
-
-from live_bytes import LiveBytes  # noqa: E402
+from tests.dist.live_bytes import LiveBytes
 
 
 class Peak(NamedTuple):

@@ -1,0 +1,185 @@
+"""What training loops compute with the DTensors of a compiled model: the numbers of plain tensors, where torch alone gives others."""
+from __future__ import annotations
+
+import copy
+import math
+import time
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import functional as F
+
+import autoshard
+from autoshard import _torch
+from autoshard.runtime.params import dtensor_ops
+from tests.dist.harness import assert_near, on_ranks
+
+pytestmark = pytest.mark.dist
+NUMBERS = {
+    "sum": lambda p: p.detach().sum().item(), "mean": lambda p: float(p.detach().mean()), "norm": lambda p: p.norm().item(), "largest": lambda p: p.max().item(),
+    "count": lambda p: int((p > 0).sum()), "branch": lambda p: 1.0 if (p > p.max() * 0.9).any() else 0.0,
+    "finite": lambda p: float(torch.isfinite(p.log()).all()), "product": lambda p: (1 + p / 10).prod().item(),
+    "norm of norms": lambda p: torch.stack([p.norm(), 2 * p.norm()]).norm().item(), "inf norm": lambda p: p.norm(math.inf).item(),
+    "one column": lambda p: p[:, -1:].sum().item(), "power": lambda p: F.normalize(_vector(p) @ p.detach(), dim=0).max().item(),
+    "counts": lambda p: (1 + (p > 0).sum() + _like(p, 2) - (3 - (p > 1).sum())).item(), "of many": lambda p: ((p > 0).sum() + _like(p, 2 ** 24 + 1)).item(),
+    "a number behind a tensor": lambda p: (p.sum() + _like(p, 2.0).double()).item() - (p.sum() + 2.0).item() + (2.0 - p.sum()).item(),
+    "added in place": lambda p: (p.detach().sum().add_(1) + p.detach().norm().sub_(9).clamp_(max=0) + p.detach().mean().rsqrt_().pow_(3)).item(),
+    "in a view": lambda p: (lambda t: (t.view(-1).clamp_(min=9), t.sum())[1])(p.detach().sum(1)).item(),
+    "added up in place": lambda p: p.detach().sum().add_(p.detach().mul(2).sum(), alpha=3).mul_(2).item(),
+    "joined norms": lambda p: (lambda t: torch.cat([t.view(1), (t * t).view(1)]).sum())(p.detach().norm()).item(),
+    "a vector": lambda p: len(_vector(p) @ p.detach()), "squeezed": lambda p: len(p.detach().sum(0, keepdim=True).squeeze_(0)),
+}
+LOSSES = {name: getattr(F, name) for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss")}
+PENALTIES = {
+    **{name: lambda p, loss=loss: loss(p, p.detach().sign() * 2) for name, loss in LOSSES.items()},
+    **{f"{name}, summed": lambda p, loss=loss: loss(p, p.detach().sign() * 2, reduction="sum") for name, loss in LOSSES.items()},
+    "binary_cross_entropy": lambda p: F.binary_cross_entropy(p.sigmoid(), p.detach().cos().square()),
+    "with logits": lambda p: F.binary_cross_entropy_with_logits(p, p.detach().cos().square()),
+    "square": lambda p: p.square().sum(), "norm": lambda p: p.norm(), "columns": lambda p: p.norm(dim=0).sum(), "rows": lambda p: p.norm(dim=1).sum(),
+    "kept columns": lambda p: (p.norm(dim=0, keepdim=True) * 2).sum(), "l3 columns": lambda p: torch.linalg.vector_norm(p, 3, 0).sum(),
+    "kept": lambda p: torch.linalg.vector_norm(p, 2, None, True).sum(),
+    "masked": lambda p: (p * (p > 0.5).any(0)).sum(), "masked by rows": lambda p: (p * (p > 1).any(1, keepdim=True)).square().sum(),
+    "largest": lambda p: p.abs().amax(), "least": lambda p: p.amin(), "inf norm": lambda p: p.norm(math.inf),
+    "all of it": lambda p: p.square().sum(dim=[]) * p.mean(dim=[], keepdim=True).sum() + p.std(),
+    "cosine": lambda p: F.cosine_embedding_loss(p, p.detach().cos(), _vector(p).sign()),
+    "counted": lambda p: F.cross_entropy(p, _classes(p), ignore_index=1).square(),
+    "weighted": lambda p: F.cross_entropy(p, _classes(p), weight=p.detach().square().sum(0)).square(),
+    "ones": lambda p: (p.sum(0) * torch.empty_like(p.sum(0)).fill_(2.0)).sum(),
+    "masked by all": lambda p: p.sum() * (p > 1).any().double(),
+}
+
+
+WRITES = {
+    "_foreach_copy_": lambda p: torch._foreach_copy_([p, p], [p * 2, p.flip(0).contiguous()]),
+    "index_add_": lambda p: p.index_add_(0, _like(p, [1, 6, 1]), p[:3] * 2), "index_copy_": lambda p: p.index_copy_(1, _like(p, [4, 0]), p[:, :2] + 1),
+    "index_copy_ rows": lambda p: p.index_copy_(0, _like(p, [7, 0]), p[:2] + 1), "eye_": nn.init.eye_,
+    "copy_ of a whole": lambda p: p.copy_(torch.arange(float(p.numel())).view(p.shape)), "copy_ of a row": lambda p: p.copy_(torch.arange(6.0) - 2),
+    "copy_ into a whole": lambda p: p.copy_(torch.zeros(p.shape, dtype=p.dtype).copy_(p * 2)),
+    "a row": lambda p: p.__setitem__(3, 0) or p, "a row of it": lambda p: p.__setitem__(0, p[4]) or p,
+    "an entry": lambda p: p.__setitem__((5, 4), 7.5) or p, "zero_ of a row": lambda p: (p[6].zero_(), p)[1],
+    "mul_ of rows": lambda p: (p[1:5].mul_(3), p)[1], "rows, a column of these": lambda p: (p[1:][:, 2:].add_(9), p)[1],
+    "columns": lambda p: p.__setitem__((slice(None), slice(1, 4)), torch.arange(3.0, dtype=p.dtype)) or p,
+    "diagonal": lambda p: (p.diagonal().fill_(-2), p)[1], "data": lambda p: (p.data[2].sub_(1), p)[1],
+    "chunks": lambda p: (p.chunk(3)[1].zero_(), p.split([1, 5], 1)[1].neg_(), p)[2],
+    "pruned": lambda p: p.__setitem__(p.abs() < 2, -1) or p,
+    "mul_ by a row": lambda p: p.mul_(torch.arange(6.0, dtype=p.dtype) - 2).add_(torch.ones(p.shape, dtype=p.dtype), alpha=3),
+    "add_ into a whole": lambda p: p.copy_(torch.ones(len(p), 1, dtype=p.dtype).mul_(.9).add_(p.mean(1, keepdim=True), alpha=.1).expand(p.shape)),
+    "scatter_add_": lambda p: p.scatter_add_(0, _like(p, [[5] * 6, [0] * 6]), p[:2] * 3),
+}
+
+
+def _like(p: torch.Tensor, values: object) -> torch.Tensor:
+    """Numbers as `p` is: a tensor, or a DTensor that is whole on every rank."""
+    whole = torch.tensor(values)
+    return DTensor.from_local(whole, p.device_mesh, [Replicate()] * p.device_mesh.ndim) if isinstance(p, DTensor) else whole
+
+
+def _vector(p: torch.Tensor) -> torch.Tensor:
+    """A number for every row."""
+    return p.detach().narrow(1, 0, 1).flatten()
+
+
+def _classes(p: torch.Tensor) -> torch.Tensor:
+    """A class for every row."""
+    classes = _like(p, [i % 4 for i in range(len(p))])
+    return classes.redistribute(placements=[Shard(0) if q == Shard(0) else Replicate() for q in p.placements]) if isinstance(p, DTensor) else classes
+
+
+def compare_weights(mesh: str, cases: list[tuple[tuple[int, int], str]]) -> None:
+    """A weight of each shape, split as its seed says, in pieces that are equal or not."""
+    for shape, seed in cases:
+        torch.manual_seed(0)
+        reference = nn.Linear(*reversed(shape), bias=False).double()
+        with torch.no_grad():
+            reference.weight.copy_(torch.randn(shape))
+        compiled = autoshard.compile(copy.deepcopy(reference), mesh, (torch.zeros(2, shape[1]).double(),), seeds={"weight": seed},
+                                     cluster="cpu-gloo", cache=False)
+        assert not any(p.is_replicate() for p in compiled.weight.placements), f"{shape} {seed} is whole"
+        for name, number in NUMBERS.items():
+            assert number(compiled.weight) == pytest.approx(number(reference.weight), rel=1e-12), f"{name} of {shape} {seed}"
+        for name, penalty in PENALTIES.items():
+            got, want = (penalty(m.weight) for m in (compiled, reference))
+            assert_near(f"{name} of {shape} {seed}", got, want, 1e-12)
+            grads = (torch.autograd.grad(value, m.weight)[0] for value, m in ((got, compiled), (want, reference)))
+            assert_near(f"gradient of {name} of {shape} {seed}", *grads, 1e-12)
+        for name, write in WRITES.items():
+            with torch.no_grad():
+                write(compiled.weight)
+                write(reference.weight)
+            assert_near(f"{name} of {shape} {seed}", compiled.weight, reference.weight, 1e-12)
+        x = torch.randn(2, shape[1]).double()
+        assert_near(f"what {shape} {seed} computes", compiled(x), reference(x), 1e-12)
+
+
+def loops_of_users() -> None:
+    """Two loops with numbers in Python: steps that are not finite are left out, gradients and weights are clipped by hand."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 10)).double()
+    x, t = torch.randn(32, 16).double(), torch.randint(10, (32,))
+    compiled = autoshard.compile(copy.deepcopy(reference), "d=2", loss_fn=F.cross_entropy, seeds={"0.weight": "d,-", "0.bias": "d", "2.weight": "-,d"},
+                                 cluster="cpu-gloo", cache=False)
+    losses = [_trained(m, lambda m=m, f=f: f(m)) for m, f in ((compiled, lambda m: m(x, t)), (reference, lambda m: F.cross_entropy(m(x), t)))]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    for (name, p), q in zip(compiled.named_parameters(), reference.parameters(), strict=True):
+        assert_near(name, p, q, 1e-12)
+
+
+def _trained(model: nn.Module, loss_of) -> list[float]:
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)  # reads norms as numbers
+    losses = []
+    for step in range(4):
+        loss = loss_of() + 0.01 * sum(p.square().sum() for p in model.parameters()) + sum(F.mse_loss(p, torch.ones_like(p)) for p in model.parameters())
+        loss.backward()
+        losses.append(loss.item())
+        gradient = model.get_parameter("0.weight").grad
+        if step == 1:  # as in fp16, in one element, which one rank has
+            with torch.no_grad():
+                gradient.copy_(torch.where(gradient == gradient.max(), math.inf, gradient))
+        if all(torch.isfinite(p.grad).all() for p in model.parameters()):
+            total = sum(p.grad.norm().item() ** 2 for p in model.parameters()) ** 0.5
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.grad.mul_(min(1.0, 0.5 / total))
+            optimizer.step()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(min(1.0, 3.0 / p.norm().item()))
+        optimizer.zero_grad()
+    return losses
+
+
+def test_two_ranks() -> None:
+    on_ranks(2, compare_weights, "d=2", [((8, 6), "d,-"), ((8, 6), "-,d"), ((15, 6), "d,-")])
+
+
+def test_four_ranks() -> None:
+    on_ranks(4, compare_weights, "a=2,b=2", [((8, 6), "a,b"), ((8, 6), "b*a,-")])
+
+
+def test_loops() -> None:
+    on_ranks(2, loops_of_users)
+
+
+def one_rank_is_late() -> None:
+    compiled = autoshard.compile(nn.Linear(6, 8), "d=2", (torch.zeros(2, 6),), seeds={"weight": "d,-"}, cluster="cpu-gloo", cache=False)
+    rank, told = torch.distributed.get_rank(), []
+    with patch.object(dtensor_ops, "LONG", 0.5), patch.object(dtensor_ops.log, "warning", lambda text, *args: told.append(text % args)):
+        time.sleep(4.0 * rank)
+        compiled.weight.detach().sum().item()
+    assert rank or len(told) == 1 and "rank 0 has waited" in told[0] and "test_dtensor_ops.py" in told[0] and "sum().item()" in told[0]
+
+
+def test_a_rank_that_waits_for_the_others_says_so() -> None:
+    on_ranks(2, one_rank_is_late)
+
+
+def test_nothing_is_mended_twice() -> None:
+    """A function that torch has of its own stays."""
+    kept, table = (lambda op, args, kwargs: None), _torch.functions_of_dtensors()
+    op = torch.ops.aten.special_zeta.default
+    table[op] = kept
+    dtensor_ops.mend(op, lambda op, args, kwargs: NotImplemented)
+    assert table.pop(op) is kept
