@@ -9,7 +9,7 @@ import numpy as np
 
 from autoshard.search import Clock, improve, mix, prove, solve
 from autoshard.search.board import Board, Event, Progress
-from autoshard.search.problem import Problem, Solution, Status
+from autoshard.search.problem import Problem, Seen, Solution, Status
 
 if TYPE_CHECKING:
     from autoshard.search.routes.neighbourhoods import Neighbourhoods
@@ -56,7 +56,8 @@ class How:
         return mix(problem, choices, self.clock.part(), self.progress)
 
     def solve_until_tied(self, problem: Problem, starts: Sequence[np.ndarray], enough: Callable[[np.ndarray], bool],
-                         near: Sequence[np.ndarray] = (), worth_all: Callable[[np.ndarray], bool] = lambda choice: False) -> Solution:
+                         near: Sequence[np.ndarray] = (), worth_all: Callable[[np.ndarray], bool] = lambda choice: False,
+                         seen: Sequence[Seen] = ()) -> Solution:
         """`solve`, ended by the first choice that is the best one with repeated layers tied, where it is `enough`. While the best choice is
         `worth_all`, all the time is for this search that is left of the clock which this one is a part of."""
         ended = None if self.known is None else self.known.get(f"{problem.key} tied")
@@ -70,7 +71,7 @@ class How:
             if board.choice is not None and all_left is not None:
                 board.clock.time_limit = board.clock.seconds + all_left.left if worth_all(board.choice) else limit
 
-        board = Board(problem, self.clock.part(), watch, near, self.enough)
+        board = Board(problem, self.clock.part(), watch, near, self.enough, seen)
         all_left, limit = self.clock.whole, board.clock.time_limit
         found = self._remembered(problem, lambda: solve(problem, backend=self.backend, board=board, starts=starts))
         if self.known is not None and board.clock.stop:

@@ -14,7 +14,7 @@ from autoshard.decide.walks.greedy import greedy_plans
 from autoshard.decide.walks.propagate import Propagated, propagate
 from autoshard.formulate.problem_of import Formulation, formulate
 from autoshard.play.timeline import Timeline
-from autoshard.search.problem import Solution, Status, evaluate
+from autoshard.search.problem import Seen, Solution, Status, evaluate
 from autoshard.space.cost_table import CostTable
 from autoshard.space.decision_units import DecisionUnits
 from autoshard.space.layers import repeated_layers
@@ -26,12 +26,14 @@ NOTHING = Solution(None, np.inf, -np.inf, Status.UNKNOWN, 0.0)
 @dataclass(eq=False)
 class Learned:
     """What searches of a program within one budget leave for those within another: its `variants` with recomputation, by name; `choices` that
-    are plans, which may fit there too; choices `near` the best prices of its rows, from which these are guessed; moments that needed floor rows,
+    are plans, which may fit there too; choices `near` the best prices of its rows, from which these are guessed, and those `seen` by a search of
+    fewer strategies; moments that needed floor rows,
     `floored`, each with the choice near which its row is exact; and budgets with plans whose neighbourhoods have no cheaper one, `best_around`."""
 
     variants: dict[str, Program] = field(default_factory=dict)
     choices: list[np.ndarray] = field(default_factory=list)
     near: tuple[np.ndarray, ...] = ()
+    seen: tuple[Seen, ...] = ()
     floored: list[tuple[str, np.ndarray]] = field(default_factory=list)
     best_around: set[tuple[float, bytes]] = field(default_factory=set)
 

@@ -26,7 +26,7 @@ from autoshard.planner.many_axes import as_near, coarse_of, has_many, has_some, 
 from autoshard.program.calling import Traced
 from autoshard.search import Clock
 from autoshard.search.interrupt import stopping
-from autoshard.search.problem import Solution, Status
+from autoshard.search.problem import Problem, Seen, Solution, Status, seen
 from autoshard.seeds.held import holding
 from autoshard.seeds.seeds import Seeds, resolve_seeds
 from autoshard.space.cost_table import CostTable, Training, build_cost_table
@@ -105,14 +105,26 @@ def searched(table: CostTable, options: Options, *, clock: PhaseTimer, has_loss:
 
 
 def _searched_whole(table: CostTable, options: Options, program: Program | None = None, *, clock: PhaseTimer, has_loss: bool, interruptible: bool,
-                    finer: bool, coarser: Sequence[Plan | Layouts], enough: float, known: dict[str, Solution] | None) -> Found:
+                    finer: bool, coarser: Sequence[Plan | Layouts], enough: float, known: dict[str, Solution] | None,
+                    near: Found | None = None) -> Found:
+    """`near`: of some of the strategies, which guesses prices of the rows."""
     limit = options.memory_limit(table.cluster)
     with clock("formulate"):
         program = (program or program_of(table, options, has_loss=has_loss)).within(limit)
         program = replace(program, starts=(*program.starts, *lifts(program.formulation, coarser)))
+        if near is not None:
+            program.learned.seen = _seen_by(near, program.formulation.problem)
     how = How(Clock(options.time_limit), options.search, clock.search, finer, enough, {} if known is None else known)
     with _searching(how.clock, clock, interruptible):
         return find(program, how)
+
+
+def _seen_by(near: Found, whole: Problem) -> tuple[Seen, ...]:
+    """What tells the prices of the whole problem's rows; nothing where the plan has other rows, or was refined op by op."""
+    problem = near.program.formulation.problem
+    if len(problem.row_limit) != len(whole.row_limit):
+        return ()
+    return seen(problem, [choice for choice in near.solution.near if len(choice) == problem.n])
 
 
 @contextmanager
@@ -132,12 +144,12 @@ def _searched_both(table: CostTable, options: Options, program: Program | None, 
     strategies from there on."""
     left, enough = Left(clock, options.time_limit), max(CLOSE, how["enough"])
     steps, layouts = _near_bound(table, options, left, clock=clock, finer=finer, coarser=coarser, **how)
-    near = steps.from_layouts(layouts)
+    near = steps.from_layouts(layouts, FAR)
     if near is not None and (steps.stopped or left.over and not coarser or near.solution.cost <= (1.0 + enough) * steps.bound):
         return as_near(near, steps.bound, None, steps.stopped)
     starts = (*coarser, *([near.plan(table, {}, {})] if near else []))
     try:
-        found = _searched_whole(table, replace(options, time_limit=left.seconds), program, clock=clock, finer=finer, coarser=starts, **how)
+        found = _searched_whole(table, replace(options, time_limit=left.seconds), program, clock=clock, finer=finer, coarser=starts, near=near, **how)
     except (InfeasibleError, Interrupted) as e:  # a plan that was refined op by op is no start over units
         if near is None:
             raise

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.search.clock import Clock
-from autoshard.search.problem import Problem, Solution, Status, evaluate
+from autoshard.search.problem import Problem, Seen, Solution, Status, evaluate
 
 MARGIN = 1e-9  # relative: costs and bounds closer than this are called equal, well above the rounding of the sums
 
@@ -35,7 +35,8 @@ Progress = Callable[[Event], None]
 class Board:
     """Every route offers choices and raises bounds here; nothing is believed before `evaluate` has seen it."""
 
-    def __init__(self, problem: Problem, clock: Clock, progress: Progress | None = None, near: Sequence[np.ndarray] = (), enough: float = 0.0):
+    def __init__(self, problem: Problem, clock: Clock, progress: Progress | None = None, near: Sequence[np.ndarray] = (), enough: float = 0.0,
+                 seen: Sequence[Seen] = ()):
         self.problem, self.clock, self.progress = problem, clock, progress
         self.enough = enough  # the relative gap at which whoever asked wants no more
         self.lock = threading.RLock()  # walkers offer from their threads, and a signal may want the answer at any moment
@@ -46,6 +47,7 @@ class Board:
         self.exact = False  # the choice is proven optimal without any rounding
         self.stats: dict[str, Any] = {}
         self.near: list[np.ndarray] = list(near)  # choices for prices of the rows to start from, then those met at prices
+        self.seen = tuple(seen)  # choices of a problem of fewer strategies, for the same
         self.integral = _is_integral(problem)
 
     def offer(self, choice: np.ndarray, message: str = "", tied: bool = False) -> float:

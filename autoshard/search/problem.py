@@ -9,7 +9,7 @@ Infinite costs (np.inf) forbid a choice or a pair.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -257,6 +257,19 @@ def _without_rows(problem: Problem, choice: np.ndarray) -> float:
 def priced_cost(problem: Problem, choice: np.ndarray, prices: np.ndarray) -> float:
     """Cost of a choice when row r costs prices[r] x (load - limit), negative where there is room, and nothing else."""
     return _without_rows(problem, choice) + float(np.dot(prices, row_loads(problem, choice) - problem.row_limit))
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """A choice as rows see it: its `cost` without rows, and its `loads`. Problems with the same rows know this of each other, whatever their
+    nodes."""
+
+    cost: float
+    loads: np.ndarray
+
+
+def seen(problem: Problem, choices: Iterable[np.ndarray]) -> tuple[Seen, ...]:
+    return tuple(Seen(_without_rows(problem, choice), row_loads(problem, choice)) for choice in choices)
 
 
 def row_loads(problem: Problem, choice: np.ndarray) -> np.ndarray:

@@ -176,7 +176,7 @@ def search_ample(program: Program, how: How) -> Solution:
     programs with recomputation."""
     formulation, learned = program.formulation, program.learned
     found = how.solve_until_tied(ample(formulation.problem), program.starts, lambda choice: not fits_rows(formulation, choice), learned.near,
-                                 lambda choice: leaves_room(formulation, choice))
+                                 lambda choice: leaves_room(formulation, choice), learned.seen)
     learned.keep(found)
     return found
 

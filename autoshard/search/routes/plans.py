@@ -113,7 +113,8 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
         board.offer(choice, "layers tied", tied=True)
     else:
         likely, reduced = False, False
-        _close_tied(board, quotient, seed)
+        if not (large and board.seen):  # a plan is known then, and hardly dearer
+            _close_tied(board, quotient, seed)
     if not large and not reduced:
         reduce_core(core, board.clock.expired)
     place = quotient.tied.place if quotient is not None else None
@@ -133,7 +134,7 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
             _close_tied(board, quotient, seed)
     if not (near and large):
         close(board, core, best, seed, place=place)
-    board.near = [*pool, *found]
+    board.near = [*board.near, *pool, *found]
 
 
 def _mix(board: Board, core: Core, best: Priced | None, pool: list[np.ndarray], seed: int) -> None:
@@ -187,7 +188,7 @@ def _search_tied(board: Board, core: Core, layers: tuple[Tied, Core] | None,
         _spare(core, quotient)
         known = scaled(planes_of(board, quotient), 1 / tied.copies)
         if stored_entries(quotient) > STORED:
-            best, planes, found = search_large_prices(own, quotient, known, seed, ROUGH_LARGE)
+            best, planes, found = search_large_prices(own, quotient, known, seed, ROUGH_LARGE, board.cost / tied.copies)
         else:
             best, planes, found = search_prices(own, quotient, known, seed, rough=ROUGH)
     except Infeasible:

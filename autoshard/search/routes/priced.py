@@ -258,12 +258,13 @@ def prices_hard_rows(core: Core, prices: np.ndarray) -> bool:
 
 def choice_value(board: Board, core: Core, prices: np.ndarray, choice: np.ndarray) -> float:
     """What a choice costs at `prices`."""
-    return priced_cost(board.problem, choice, np.where(_always(board, core), board.problem.row_price, prices))
+    paid = always_paid(board, core)
+    return priced_cost(board.problem, choice, np.where(paid > 0, paid, prices))
 
 
-def _always(board: Board, core: Core) -> np.ndarray:
-    """Rows that presolve found to be over their limit whatever is chosen: their price is part of the costs by now."""
-    return (core.price == 0) & (board.problem.row_price > 0)
+def always_paid(board: Board, core: Core) -> np.ndarray:
+    """The prices of rows that presolve found to be over their limit whatever is chosen: they are part of the costs by now."""
+    return np.where((core.price == 0) & (board.problem.row_price > 0), board.problem.row_price, 0.0)
 
 
 def _widen(board: Board, dual: Dual, bound: float, value: float, choice: np.ndarray | None,

@@ -8,12 +8,22 @@ from ortools.math_opt.python import mathopt
 
 from autoshard.search.board import MARGIN, Board
 from autoshard.search.dual.copies import Alike
-from autoshard.search.problem import row_loads
+from autoshard.search.problem import Seen, row_loads
 from autoshard.search.reductions import Infeasible, reduce_core
 from autoshard.search.reductions.core import Core, stored_entries, table_entries
 from autoshard.search.routes.bucket_elimination import Elimination
 from autoshard.search.routes.keeping import most_cost, steep_prices
-from autoshard.search.routes.priced import LARGEST_PAIR, STORED, TABLES, Priced, choice_value, keep_possible, solve_priced, tighten
+from autoshard.search.routes.priced import (
+    LARGEST_PAIR,
+    STORED,
+    TABLES,
+    Priced,
+    always_paid,
+    choice_value,
+    keep_possible,
+    solve_priced,
+    tighten,
+)
 
 TRIALS, EXACT_TRIALS = 16, 64  # answers; where one takes milliseconds
 FIRST, LOOSE = 1e-3, 0.02  # relative gaps at which to leave the first prices; others, as part of what new prices promise
@@ -21,7 +31,7 @@ LOOSELY, LOOSELY_PAIRED, ROOM = 1e-2, 0.1, 3e-4  # relative: how close the first
 # pairs; what costs so much more there is hardly the best at others
 ROUGHLY = 1e-2  # relative: how close a choice that is over hard rows by as little as possible is looked for
 SETTLED = 3e-4  # relative gap of the best choice known at which large problems are asked no further prices; and what others must promise
-WHOLE = 5e-4  # relative gap at which to leave the best prices of a large problem: what is left when dear strategies go settles the rest
+WHOLE = 4e-4  # relative gap at which to leave the best prices of a large problem: what is left when dear strategies go settles the rest
 SAME, HALVINGS = 1e-6, 4  # relative difference of prices that are the same; steps from prices that were asked back to the best
 FAR, STRIDE = 2e-3, 0.1  # of the best bound: prices that promise more are asked in steps of half of it, at most so long
 LITTLE = 10  # parts of the gap at which the search ends: a part is worth no more answers, and no more of one
@@ -63,9 +73,8 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
         elif _promises_more(best, promised, max(little, 2 * WHOLE if begun else gain)) and (new := _not_asked(prices, best, asked)) is not None:
             worth = little + LOOSE * (promised - best.bound) / max(abs(best.bound), 1e-300)
             priced = solve_priced(board, core, new, seed, worth, rough, largest, around=around, order=order, beaten=best.bound)
-        elif best.loose and not begun and best.value - best.bound > board.enough / 4 * abs(best.bound):
-            # other prices may promise more than they can show: first see what these can
-            priced = best = tighten(board, core, best, seed)
+        elif not begun and (tightened := _tightened(board, core, best, seed)) is not best:
+            priced = best = tightened  # other prices may promise more than they can show: first see what these can
         else:
             break
         largest, around = priced.largest, priced.around
@@ -100,16 +109,19 @@ def _keeping(board: Board, core: Core, found: list[np.ndarray], seed: int, order
 
 
 def search_large_prices(board: Board, core: Core, planes: list[Plane], seed: int,
-                        rough: float) -> tuple[Priced | None, list[Plane], list[np.ndarray]]:
+                        rough: float, known: float = math.inf) -> tuple[Priced | None, list[Plane], list[np.ndarray]]:
     """As `search_prices`, where an answer takes long: most prices are asked only of what is cheap at the first two, a tenth of the time, and
-    the last of them of the whole, for its bound."""
+    the last of them of the whole, for its bound. Where `planes` promise no more than the cost `known`, of a choice whose layers may differ, the
+    whole is asked at their prices alone, and what is cheap there for choices to mix."""
+    told = bool(planes) and next_prices(core, planes)[1] <= known + SETTLED * abs(known) < math.inf
+    close = (board.enough / LITTLE, rough) if told else (LOOSELY, LOOSELY_PAIRED)
     first: list[Priced] = []
     found: list[np.ndarray] = []
-    for _ in range(2):
+    for _ in range(1 if told else 2):
         prices, promised = next_prices(core, planes) if planes else (_first_prices(core), math.inf)
         if first and not _promises_more(first[0], promised):
             break
-        first.append(solve_priced(board, core, prices, seed, LOOSELY, LOOSELY_PAIRED))
+        first.append(solve_priced(board, core, prices, seed, *close))
         board.raise_bound(first[-1].bound, "row prices")
         if (choice := first[-1].choice) is None:
             return first[-1], planes, found
@@ -127,9 +139,16 @@ def search_large_prices(board: Board, core: Core, planes: list[Plane], seed: int
         board.report("no cheap choice fits")  # says nothing about others
     for choice in found[len(first):]:
         board.offer(choice, "row prices")
+    if told:
+        return _tightened(board, core, first[0], seed), planes, found
     alike = Alike(like.choice) if like is not None and like.choice is not None else None
     best, planes, more = search_prices(board, core, planes, seed, like, rough, alike, SETTLED, gain=SETTLED)
     return best, planes, [*found, *more]
+
+
+def _tightened(board: Board, core: Core, best: Priced, seed: int) -> Priced:
+    """`best`, as close as the search may end, where more can be had at its prices."""
+    return tighten(board, core, best, seed) if best.loose and best.value - best.bound > board.enough / 4 * abs(best.bound) else best
 
 
 def _cheap(board: Board, core: Core, answers: list[Priced]) -> Core:
@@ -190,7 +209,12 @@ def scaled(planes: list[Plane], factor: float) -> list[Plane]:
 
 def planes_of(board: Board, core: Core) -> list[Plane]:
     """What choices near an optimum of a similar problem say about prices."""
-    return [plane(board, core, np.zeros(len(core.limit)), choice) for choice in board.near]
+    return [plane(board, core, np.zeros(len(core.limit)), choice) for choice in board.near] + [_plane_of(board, core, each) for each in board.seen]
+
+
+def _plane_of(board: Board, core: Core, seen: Seen) -> Plane:
+    excess = seen.loads - board.problem.row_limit
+    return np.zeros(len(core.limit)), seen.cost + float(np.dot(always_paid(board, core), excess)), np.where(core.price > 0, excess, 0.0)
 
 
 def plane(board: Board, core: Core, prices: np.ndarray, choice: np.ndarray) -> Plane:
