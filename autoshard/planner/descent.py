@@ -55,14 +55,14 @@ class Descent:
     say: Callable[[str, str], None]
     stopped: bool = False
 
-    def from_layouts(self, ops: Mapping[str, OpPlan], good: float = CLOSE) -> Found | None:
-        """The best of what is near them, step by step until it is within `good` of the bound; None where nothing near them fits, and where there
+    def from_layouts(self, ops: Mapping[str, OpPlan], far: float = np.inf) -> Found | None:
+        """The best of what is near them, step by step while it is within `far` of the bound; None where nothing near them fits, and where there
         are none."""
         if not ops:
             return None
         self.say("axes", f"strategies that differ from layouts close to that bound on one axis of {self.table.mesh}")
         try:
-            found = self._down(Layouts(ops, self.table.graph.hash, self.table.mesh), np.inf, self._same, ONE, SHARE, good)
+            found = self._down(Layouts(ops, self.table.graph.hash, self.table.mesh), np.inf, self._same, ONE, SHARE, far)
         except InfeasibleError:
             return None
         return replace(found, status=f"{found.status}{AROUND}")
@@ -79,15 +79,15 @@ class Descent:
         return tuple(range(self.table.mesh.ndim))
 
     def _down(self, start: Plan | Layouts, before: float, parts: Sequence[int], most: int, share: float,
-              good: float = CLOSE) -> Found:
+              far: float = np.inf) -> Found:
         best: Found | None = None
         while True:
             found = self.search(near(self.table, parts, start.ops, most), LEAST if self.stopped else share * self.left.seconds, (start,))
             best = found if best is None or found.solution.cost < best.solution.cost else best
             plan = found.plan(self.table, {}, {})
             self.stopped |= plan.interrupted
-            done = self.stopped or self.left.over or plan.objective_s <= (1.0 + good) * self.bound
-            if done or plan.objective_s >= (1.0 - WORTH) * before:
+            done = self.stopped or self.left.over or plan.objective_s <= (1.0 + CLOSE) * self.bound
+            if done or plan.objective_s > (1.0 + far) * self.bound or plan.objective_s >= (1.0 - WORTH) * before:
                 return best
             self.say("axes", f"{plan.objective_s:.6g} s; now strategies near that plan")
             start, before, parts = plan, plan.objective_s, self._same

@@ -35,6 +35,8 @@ from autoshard.space.strategies import enumerate_strategies
 
 COARSE = 0.8
 """Share of the time left for a plan for fewer axes, where there are many: what is near it is cheaper by tenths of a percent."""
+SOON = 0.01
+"""Of the bound of all plans, within which another search near a plan may close it; else all strategies are searched."""
 FAR = 0.05
 """Of the bound of all plans, above which a plan on many axes is looked for in another way too."""
 
@@ -144,7 +146,7 @@ def _searched_both(table: CostTable, options: Options, program: Program | None, 
     strategies from there on."""
     left, enough = Left(clock, options.time_limit), max(CLOSE, how["enough"])
     steps, layouts = _near_bound(table, options, left, clock=clock, finer=finer, coarser=coarser, **how)
-    near = steps.from_layouts(layouts, FAR)
+    near = steps.from_layouts(layouts, SOON)
     if near is not None and (steps.stopped or left.over and not coarser or near.solution.cost <= (1.0 + enough) * steps.bound):
         return as_near(near, steps.bound, None, steps.stopped)
     starts = (*coarser, *([near.plan(table, {}, {})] if near else []))

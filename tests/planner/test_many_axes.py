@@ -86,6 +86,21 @@ def test_layouts_that_cost_no_more_than_the_bound_are_proven_without_a_search_of
     assert found.solution.cost == pytest.approx(whole.solution.cost, rel=1e-3)
 
 
+def test_far_from_the_bound_one_search_near_tells_that_of_all_strategies_the_prices():
+    table = prices(traced("gpt"), parse_mesh("a=2,b=2,c=2"), OPTIONS)
+    real, asked = one_stage._searched_whole, []
+
+    def search(of, *args, **how):
+        asked.append((of is table, how.get("near")))
+        return real(of, *args, **how)
+
+    with (patch.object(many_axes, "MANY_PAIRS", 0), patch.object(one_stage, "CLOSE", -0.5), patch.object(descent, "CLOSE", -0.5),
+          patch.object(one_stage, "SOON", -0.5), patch.object(one_stage, "_searched_whole", search)):
+        found = searched(table, OPTIONS, clock=PhaseTimer(), finer=False)
+    assert [whole for whole, _ in asked] == [False, True] and asked[1][1] is not None
+    assert found.solution.cost == pytest.approx(planned("gpt", "a=2,b=2,c=2").objective_s, rel=1e-3)
+
+
 def test_where_the_time_is_up_strategies_near_the_bound_are_searched_too():
     mesh = "a=2,b=2,c=2"
     table = prices(traced("gpt", mesh), parse_mesh(mesh), OPTIONS)
