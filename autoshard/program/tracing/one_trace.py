@@ -39,6 +39,7 @@ from autoshard.program.opaque.opaque_probe import Runner, is_plain
 from autoshard.program.reads.data_reads import DataReads
 from autoshard.program.reads.known_masks import KnownMasks
 from autoshard.program.reads.masked_writes import MaskedWrites
+from autoshard.program.reads.selections import Selections, returned
 from autoshard.program.taken import check_dense, dense_buffers
 from autoshard.program.tracing.any_size import AnySize
 from autoshard.program.tracing.assigned_data import AssignedData
@@ -89,6 +90,7 @@ class OneTrace:
         self.recorder.answer = constants if any_size is None else None
         self.reads = DataReads(self.tape, constants)
         self.known_masks = nullcontext() if any_size else KnownMasks(constants)  # they are values at one size
+        self.selections = nullcontext() if any_size else Selections(constants)
         self.recorder.on_check, self.recorder.on_higher_order = self.tape.on_check, self.tape.on_higher_order
         self.runner = Runner(self.tape, self.recorder, _alone, copy_tree)
         self.without = tuple(f"{path}." for path in without)
@@ -103,7 +105,7 @@ class OneTrace:
               torch.autograd.set_detect_anomaly(False),  # it reads every gradient, and those of a trace have no numbers
               _torch.functional_tracing(self.recorder, self.mode), _torch.functional_collectives_run(STAND_INS),
               EqualHeads(), RMSNorms(), EmbeddingBags(), RecurrentDropout(), Losses(self.reads.note), MaskedWrites(),
-              OfConstants(self.tape.is_fresh), self.assigned, self.known_masks, self.reads):
+              OfConstants(self.tape.is_fresh), self.assigned, self.known_masks, self.selections, self.reads):
             self._stored_values()
             inputs = self._inputs()
             twin = self._twin_model()
@@ -219,8 +221,8 @@ class OneTrace:
     def _forward(self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with user_errors("forward", self._hint), without_decoding_cache(twin):
             if self.loss_fn is None:
-                return twin(*args, **kwargs)
-            return self.loss_fn(twin(*args[:-1], **kwargs), args[-1])
+                return returned(twin(*args, **kwargs))
+            return returned(self.loss_fn(twin(*args[:-1], **kwargs), args[-1]))
 
     def _hint(self) -> str:
         """What an error may come from."""

@@ -28,7 +28,8 @@ RECORDING_FILES = frozenset(HERE + name for name in (
     "program/tracing/known_values.py", "program/tracing/equal_heads.py", "program/tracing/losses.py", "program/tracing/user_collectives.py",
     "program/tracing/expert_layers.py", "program/tracing/rms_norms.py", "program/tracing/recurrent_dropout.py",
     "program/tracing/embedding_bags.py", "program/tracing/of_constants.py", "program/tracing/assigned_data.py", "program/tracing/ways_out.py",
-    "program/reads/data_reads.py", "program/reads/known_masks.py", "program/reads/masked_writes.py", "seeds/marks.py"))
+    "program/reads/data_reads.py", "program/reads/known_masks.py", "program/reads/masked_writes.py", "program/reads/selections.py",
+    "seeds/marks.py"))
 """Files of autoshard that run between the user's code and the tape."""
 TRACER = HERE + "program/tracing/one_trace.py"
 """Calls the model: what called it is no part of a trace."""

@@ -1,0 +1,264 @@
+"""`x[mask]` with a mask that is data, where its rows are computed one by one, summed or put back: `F.cross_entropy(h[mask], y[mask])`,
+`loss[mask].mean()`, `x[mask] = f(y[mask])`. How many rows there are is data. So all rows are computed, and those that the mask leaves out are not
+counted, and not written."""
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from autoshard import _torch
+from autoshard.base.graph import Op, Ref
+from autoshard.program.tracing.known_values import Constants
+from autoshard.program.tracing.survey import ReadsData
+from autoshard.program.tracing.tape import checkpoint_around, is_random, user_line
+from autoshard.program.tracing.ways_out import on_data
+
+
+def _named(names: str, *owners: Any) -> frozenset[Any]:
+    return frozenset(getattr(owner, name) for name in names.split() for owner in owners or (Tensor, torch, F) if hasattr(owner, name))
+
+
+EACH = _named(
+    "add sub mul div true_divide neg pow square abs exp exp2 expm1 log log1p log2 log10 sqrt rsqrt reciprocal sigmoid tanh sin cos relu relu6 gelu "
+    "silu elu selu leaky_relu softplus logsigmoid sign floor ceil round clamp clip clamp_min clamp_max minimum maximum where eq ne lt le gt ge "
+    "logical_and logical_or logical_not float double half bfloat16 long int bool to type_as detach clone contiguous nan_to_num isnan isfinite "
+    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __rdiv__ __neg__ __pow__ __rpow__ __abs__ __eq__ __ne__ __lt__ "
+    "__le__ __gt__ __ge__ __invert__ __and__ __or__ __xor__")
+"""What computes every element by itself."""
+UPDATES = {Tensor.add_: Tensor.add, Tensor.sub_: Tensor.sub, Tensor.mul_: Tensor.mul, Tensor.div_: Tensor.div}
+"""What `x[mask] += 1` and its like do with the rows before they are written back."""
+PRODUCTS = _named("matmul __matmul__", Tensor, torch)
+NORMS = (F.layer_norm, F.rms_norm)
+"""These, a linear layer and an embedding compute every row by itself."""
+DIM = {func: place for names, place in (("softmax log_softmax sum mean argmax amax amin logsumexp squeeze unsqueeze", 1), ("normalize", 2))
+       for func in _named(names)}
+"""What computes along one dim -> where that is among its arguments."""
+MEANS, GROWS = _named("mean"), _named("unsqueeze")
+TOTALS = MEANS | _named("sum")
+BY_CLASS = (F.cross_entropy, F.nll_loss)
+LOSSES = (*BY_CLASS, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div)
+FACTS = frozenset(getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "layout")) | _named(
+    "is_floating_point is_complex", Tensor, torch)
+SELECTS = (Tensor.masked_select, torch.masked_select)
+MADE = (Tensor.__getitem__, *SELECTS)
+
+
+class Selection(Tensor):
+    """The rows of `everywhere` that `left_out`, a mask of its first dims, is False for.
+
+    everywhere   has ones in the other rows (zeros of integers), so that no op makes numbers there that are not finite
+    key          which mask it is
+    line         of the user's code, that selects
+    is_new       whether nothing has read it, but for updates in place"""
+
+    everywhere: Tensor
+    left_out: Tensor
+    key: Ref
+    line: str
+    is_new: bool
+
+    @staticmethod
+    def of(everywhere: Tensor, left_out: Tensor, key: Ref, line: str, is_new: bool = False) -> Selection:
+        with _torch.no_modes():
+            made = torch.empty(0, dtype=everywhere.dtype).as_subclass(Selection)
+        made.left_out, made.key, made.line, made.is_new = left_out, key, line, is_new
+        made.everywhere = made.filled(everywhere, int(everywhere.is_floating_point() or everywhere.is_complex()))
+        return made
+
+    def of_same(self, everywhere: Tensor) -> Selection:
+        return Selection.of(everywhere, self.left_out, self.key, self.line)
+
+    def filled(self, everywhere: Tensor, value: int) -> Tensor:
+        return everywhere.masked_fill(self.places(everywhere), value)
+
+    def places(self, everywhere: Tensor) -> Tensor:
+        return self.left_out.reshape(*self.left_out.shape, *(1,) * (everywhere.ndim - self.left_out.ndim))
+
+    def dims_of(self) -> int:
+        """Dims of a row."""
+        return self.everywhere.ndim - self.left_out.ndim
+
+    def rows(self) -> Tensor:
+        """The rows themselves, which a trace refuses."""
+        return self.everywhere[(~self.left_out).nonzero(as_tuple=True)]
+
+
+class Selections(TorchFunctionMode):
+    """Computes with selections. What it does not know gets their rows, which a trace refuses with the user's line."""
+
+    def __init__(self, constants: Constants) -> None:
+        super().__init__()
+        self.constants, self.tape = constants, constants.tape
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        found = _selections(args, kwargs)
+        if not found:
+            return self._selected(*args) if func in MADE and self._is_taken(func, *args) else func(*args, **kwargs)
+        if func in FACTS:
+            return func(found[0].everywhere)
+        result = self._computed(func, args, kwargs, found) if self._may_compute(func, args, kwargs, found) else NotImplemented
+        for one in found:
+            one.is_new = one is result
+        if result is NotImplemented:
+            args, kwargs = as_rows((args, kwargs))
+            return func(*args, **kwargs)
+        return result
+
+    def _is_taken(self, func: Any, x: Any, mask: Any = None, *more: Any) -> bool:
+        if more or not (isinstance(x, Tensor) and isinstance(mask, Tensor)) or mask.dtype is not torch.bool:
+            return False
+        if self.tape.phase == "backward" and checkpoint_around(sys._getframe())[0] is None:  # what an autograd.Function computes there
+            return False
+        fits = mask.ndim == x.ndim if func in SELECTS else 0 < mask.ndim <= x.ndim
+        return fits and x.shape[:mask.ndim] == mask.shape and self.constants.value_of(mask) is None
+
+    def _selected(self, x: Tensor, mask: Tensor) -> Selection:
+        left_out = ~mask
+        key = self.tape.find(_torch.from_fun(left_out))
+        return Selection.of(x, left_out, key, user_line().removeprefix(" at "), is_new=True) if key is not None else x[mask]
+
+    def _may_compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Sequence[Selection]) -> bool:
+        """Whether the selections are of one mask. A result of an autograd.Function has a gradient that what is computed here would not pass on."""
+        if kwargs.get("out") is not None or kwargs.get("inplace") or func in EACH and any(a is True for a in args):
+            return False
+        given = [t for t in (*_everywhere(args), *_everywhere(kwargs.values())) if isinstance(t, Tensor)]
+        hides = any(s.requires_grad for s in found) or not torch.is_grad_enabled() and any(t.requires_grad for t in given)
+        return not hides and all(self._is_same(found[0].key, s.key) for s in found[1:])
+
+    def _is_same(self, a: Ref, b: Ref) -> bool:
+        """Whether two values are made by equal ops."""
+        ops = {op.name: op for op in self.tape.ops if op.name} if a != b else {}
+        return _are_equal(a, b, ops)
+
+    def _computed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], found: Sequence[Selection]) -> Any:
+        first = found[0]
+        if func is Tensor.__setitem__:
+            return self._written(*args)
+        if func in LOSSES:
+            return _loss(func, args, kwargs)
+        if args[0] is first and len(found) == 1 and _is_by_row(func, first.dims_of(), args, kwargs):
+            return first.of_same(func(first.everywhere, *args[1:], **kwargs))
+        if func in UPDATES:
+            return _updated(UPDATES[func], *args)
+        if func in EACH and len({s.dims_of() for s in found}) == 1 and _broadcasts(args, kwargs, first.dims_of()):
+            result = func(*_everywhere(args), **dict(zip(kwargs, _everywhere(kwargs.values()), strict=True)))
+            return first.of_same(result) if isinstance(result, Tensor) else NotImplemented
+        return _along(func, first, args, kwargs) if func in DIM and args[0] is first and len(found) == 1 else NotImplemented
+
+    def _written(self, x: Tensor, mask: Any, value: Any) -> Any:
+        """`x[mask] = value`."""
+        if not isinstance(value, Selection) or isinstance(x, Selection) or not self._is_taken(None, x, mask):
+            return NotImplemented
+        key = self.tape.find(_torch.from_fun(~mask))
+        if key is None or not self._is_same(key, value.key) or x.shape[mask.ndim:] != value.everywhere.shape[mask.ndim:]:
+            return NotImplemented
+        x.copy_(torch.where(value.places(x), x, value.everywhere.to(x.dtype)))
+        return None
+
+
+def as_rows(value: Any) -> Any:
+    """`value` for what needs the rows of selections."""
+    return _torch.pytree.tree_map(lambda v: v.rows() if isinstance(v, Selection) else v, value)
+
+
+def returned(value: Any) -> Any:
+    """What a model returns: the error names the line that selects, since none of the user's code runs any more."""
+    found = next((v for v in _torch.pytree.tree_leaves(value) if isinstance(v, Selection)), None)
+    try:
+        return value if found is None else as_rows(value)
+    except _torch.DATA_DEPENDENT:
+        raise ReadsData(on_data("forward", found.line, torch.ops.aten.nonzero.default)) from None
+
+
+def _everywhere(values: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(v.everywhere if isinstance(v, Selection) else v for v in values)
+
+
+def _are_equal(a: Any, b: Any, ops: Mapping[str, Op]) -> bool:
+    if a == b or not (isinstance(a, Ref) and isinstance(b, Ref)):
+        return bool(type(a) is type(b)) and (a == b if not isinstance(a, tuple) else
+                                             len(a) == len(b) and all(_are_equal(x, y, ops) for x, y in zip(a, b, strict=True)))
+    one, other = ops[a.op], ops[b.op]
+    same = one.kind == other.kind == "call" and one.target == other.target and a.index == b.index and not is_random(one.target)
+    return same and _are_equal(one.args, other.args, ops) and _are_equal(one.kwargs, other.kwargs, ops)
+
+
+def _selections(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Selection]:
+    parts = [p for v in (*args, *kwargs.values()) for p in (v if isinstance(v, (tuple, list)) else (v,))]
+    return [p for p in parts if isinstance(p, Selection)]
+
+
+def _is_by_row(func: Any, dims: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a row of the result is made of one row of `dims` dims. (A table whose rows are normed as they are read is written.)"""
+    if func in NORMS:
+        return len(args[1]) <= dims
+    if func is F.embedding:
+        return kwargs.get("max_norm") is None
+    return dims > 0 and (func is F.linear or func in PRODUCTS and args[1].ndim == 2)
+
+
+def _along(func: Any, x: Selection, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Along a dim of rows, or over all rows."""
+    place = DIM[func]
+    default = 1 if func is F.normalize else None
+    dim = kwargs.get("dim", args[place] if len(args) > place else default)
+    others = (*args[1:place], *args[place + 1:])
+    if isinstance(dim, int) and (dim > 0 or 0 < -dim <= x.dims_of() + (func in GROWS)):
+        return x.of_same(func(x.everywhere, *others, **{**kwargs, "dim": dim if dim < 0 else dim + x.left_out.ndim - 1}))
+    if func in TOTALS and dim in (None, 0) and not others and kwargs.keys() <= {"dim"}:
+        return _total(x, func in MEANS, None if dim is None else range(x.left_out.ndim))
+    return NotImplemented
+
+
+def _broadcasts(args: Sequence[Any], kwargs: Mapping[str, Any], dims: int) -> bool:
+    """Whether the other tensors are the same for all rows."""
+    others = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and not isinstance(t, Selection)]
+    return all(t.ndim <= dims for t in others)
+
+
+def _updated(func: Callable[..., Tensor], x: Any, other: Any) -> Any:
+    """`x[mask] += other`, of rows that nothing else has."""
+    if not isinstance(x, Selection) or not x.is_new or not _broadcasts((x, other), {}, x.dims_of()):
+        return NotImplemented
+    result = func(*_everywhere((x, other)))
+    if result.dtype != x.everywhere.dtype or result.shape != x.everywhere.shape:
+        return NotImplemented
+    x.everywhere = x.of_same(result).everywhere
+    return x
+
+
+def _total(x: Selection, is_mean: bool, dims: Iterable[int] | None) -> Tensor:
+    """Over all rows, and over all of their elements where no `dims` are given."""
+    value = x.filled(x.everywhere, 0)
+    total = value.sum() if dims is None else value.sum(tuple(dims))
+    if not is_mean:
+        return total
+    of_row = x.everywhere.shape[x.left_out.ndim:].numel() if dims is None else 1
+    return total / ((~x.left_out).sum() * of_row).to(total.dtype)
+
+
+def _loss(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Of rows of an input and of a target."""
+    if len(args) != 2 or not all(isinstance(a, Selection) for a in args) or any(kwargs.get(k) is not None for k in ("size_average", "reduce")):
+        return NotImplemented
+    given, target, reduction = *args, kwargs.pop("reduction", "mean")
+    if func in BY_CLASS:
+        if _selections((), kwargs) or given.dims_of() != 1 or target.dims_of() != 0 or target.everywhere.is_floating_point():
+            return NotImplemented
+        classes = target.filled(target.everywhere, kwargs.get("ignore_index", -100)).flatten()
+        loss = func(given.everywhere.flatten(0, -2), classes, reduction=reduction, **kwargs)
+        return given.of_same(loss.view(given.left_out.shape)) if reduction == "none" else loss
+    if given.everywhere.shape != target.everywhere.shape or not _broadcasts((), kwargs, given.dims_of()):
+        return NotImplemented
+    options = dict(zip(kwargs, _everywhere(kwargs.values()), strict=True))
+    each = given.of_same(func(*_everywhere(args), reduction="none", **options))
+    if reduction == "batchmean":
+        return _total(each, False, None) / (~each.left_out).sum().to(each.everywhere.dtype)
+    return each if reduction == "none" else _total(each, reduction == "mean", None)

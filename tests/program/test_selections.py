@@ -1,0 +1,123 @@
+"""Indexing by masks that are data: what is done with the rows is computed for all of them, and counts where the mask holds."""
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import autoshard
+from autoshard.errors import TraceError
+
+
+class Selects(nn.Module):
+    def __init__(self, body) -> None:
+        super().__init__()
+        self.body, self.a, self.norm, self.b = body, nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 5)
+        self.table, self.w = nn.Embedding(9, 5), nn.Parameter(torch.rand(5) + 0.5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor):
+        return self.body(self, x, y)
+
+
+def classes(m, x, y):
+    h, loss = m.a(x), nn.CrossEntropyLoss()
+    return loss(m.b(F.gelu(m.norm(h[y != 2]))), y[y != 2]) + F.cross_entropy(m.b(h[y > 9]), y[y > 9], reduction="sum")
+
+
+def losses_of_rows(m, x, y):
+    h, known = m.b(m.a(x)), y > 1
+    each = F.cross_entropy(h[known], y[known], reduction="none", label_smoothing=0.1, weight=m.w.detach())
+    right = (h.detach()[known].argmax(-1) == y[known]).float().mean()
+    return (each * 2 + 1).mean() + right
+
+
+def elementwise_losses(m, x, y):
+    h, t, known = m.b(m.a(x)), m.table(y), y > 1
+    divergence = F.kl_div(h[known].log_softmax(-1), t[known].softmax(-1), reduction="batchmean")
+    return F.mse_loss(h[known], t[known]) + F.smooth_l1_loss(h[known], t.detach()[known], reduction="sum") + divergence
+
+
+def sums(m, x, y):
+    h, known = m.b(m.a(x)), y > 1
+    rows = (h[known] * m.w).sum(-1).mean() + F.normalize(h[known]).sum() + m.table(y[known]).mean()
+    return (h[known].sum(0) * h[known].mean(dim=0)).sum() + rows + (h[known] @ m.a.weight[:5]).square().mean()
+
+
+def only_finite_inside(m, x, y):
+    h = m.a(x)
+    return h[h > 0.1].log().mean() + (1 / h[h > 0.1]).sum() + h.masked_select(h > 0.1).sqrt().sum()
+
+
+def puts_back(m, x, y):
+    h = m.a(x)
+    inside, out = h.abs() < 0.5, torch.zeros_like(h)
+    out[~inside] = h[~inside]
+    out[inside] = torch.log(h[inside].abs() + 0.1) * torch.sigmoid(h[inside])
+    return out
+
+
+def updates(m, x, y):
+    h = m.b(m.a(x))
+    low, high, out = h.floor().long(), h.ceil().long(), h.clone()
+    low[(high > 0) * (low == high)] -= 1
+    high[(low < 6) * (low == high)] += 1
+    out[y == 0] *= m.w
+    return out * (high - low)
+
+
+def recomputed(m, x, y):
+    def part(x):
+        h = m.a(x)
+        positive, out = h > 0, h.clone()
+        out[positive] = h[positive].log1p()
+        return m.b(out)
+
+    return checkpoint(part, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("body", [classes, losses_of_rows, elementwise_losses, sums, only_finite_inside, puts_back, updates, recomputed])
+def test_computed_everywhere(body):
+    inputs = torch.randn(4, 5, 6), torch.randint(0, 5, (4, 5))
+    report = autoshard.verify(Selects(body), "d=2", inputs, plans=("split", "random:1"))
+    assert report.ok, str(report)
+
+
+class Scaled(torch.autograd.Function):
+    """Its gradient is its own, so what it computes must not go on as a selection."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x)
+        return x * (w * 2)
+
+    @staticmethod
+    def backward(ctx, g):
+        return None, (g * ctx.saved_tensors[0]).sum()
+
+
+def counts(m, x, y):
+    h = m.a(x)[y > 1]
+    return h.sum() / h.shape[0]
+
+
+def two_masks(m, x, y):
+    return (m.a(x)[y > 1] * m.a(x)[y > 2]).sum()
+
+
+def joined(m, x, y):
+    return torch.cat([m.a(x)[y > 1], m.a(x)[:, 0]]).sum()
+
+
+def shared_memory(m, x, y):
+    rows = x[y > 1]
+    same = rows.detach()
+    rows += 1
+    return m.a(x).sum() + same.sum()
+
+
+@pytest.mark.parametrize("body", [
+    counts, two_masks, joined, shared_memory, lambda m, x, y: m.a(x)[y > 1], lambda m, x, y: Scaled.apply(x[y > 1], m.w[0]).mean(),
+    lambda m, x, y: F.dropout(m.a(x)[y > 1]).sum(), lambda m, x, y: (m.b(m.a(x))[y > 1] * m.table(y)[0]).sum()])
+def test_rows_themselves_are_data(body):
+    with pytest.raises(TraceError, match="selection whose length depends on data.*\n  at .*test_selections.py:"):
+        autoshard.plan(Selects(body), "d=2", (torch.randn(4, 5, 6), torch.randint(0, 5, (4, 5))))
