@@ -13,7 +13,7 @@ from autoshard.program.interpret import run
 from autoshard.program.trace import trace
 from autoshard.rules import registry
 
-CHECKS = ("raises", "raises_by_item", "asserts", "asserts_both", "asks_torch", "asks_torch_of_all", "asserts_async", "as_bool", "in_checkpoint")
+CHECKS = ("raises", "raises_by_item", "asserts", "asserts_both", "asks_torch", "asks_torch_of_all", "asserts_async", "as_bool", "in_checkpoint", "counts_ids")
 REFUSED = ("other_branch", "other_clamp", "has_an_else", "only_both", "of_another_shape", "does_more", "checks_gradient", "fills_a_dict",
            "fills_by_numbers")
 
@@ -57,7 +57,7 @@ def test_a_branch_that_clamps_is_chosen_by_data_of_all_ranks(body, largest):
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("body", [models.raises, models.asserts_both])
+@pytest.mark.parametrize("body", [models.raises, models.asserts_both, models.counts_ids])
 def test_checks_are_part_of_plans(body):
     report = autoshard.verify(models.Body(body), "dp=2,tp=2", (torch.rand(8, 8),), plans=("split", "random:0", "random:1"))
     assert report.ok, str(report)

@@ -5,7 +5,8 @@
 
 A check goes on as if it held, and its truth value becomes part of the program, which raises where it does not (base/checked.py). Of a branch
 that only clamps local values both sides are computed, and each value is chosen by torch.where, before the line after it runs.
-`if mask.any(): x[mask] = value` is taken: it writes nothing where the mask is empty. Small buffers that the model reads and does not write are read
+`if mask.any(): x[mask] = value` is taken: it writes nothing where the mask is empty. `torch.bincount(ids, minlength=n)` is as long as n, and the
+program checks that it is. Small buffers that the model reads and does not write are read
 as they are (tracing/known_values.py), and the program raises where they have changed. All else is refused as before.
 """
 from __future__ import annotations
@@ -32,6 +33,7 @@ from autoshard.program.tracing.survey import user_line
 from autoshard.program.tracing.tape import Tape, checkpoint_around, describe, is_user_file, user_frames
 
 READS = (Tensor.__bool__, Tensor.item)
+COUNTS = (Tensor.bincount, torch.bincount)
 NUMBERS = (0, 1, -1, 2, 10 ** 9, -10 ** 9)
 """What a read may answer inside of a comparison: one of them makes it hold, or fail, as wanted."""
 
@@ -61,6 +63,8 @@ class DataReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func is torch._assert_async:
             return self.note(args[0], " ".join((user_line(), *args[1:])))
+        if func in COUNTS:
+            return self._counted(func, *args, **(kwargs or {}))
         if func not in READS:
             return func(*args, **(kwargs or {}))
         try:
@@ -72,6 +76,17 @@ class DataReads(TorchFunctionMode):
                 frame, is_item = frame.f_back, False
             answer = self._answer(frame, args[0], is_item)
         return func(*args) if answer is None else answer
+
+    def _counted(self, func: Any, input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+        """How often each id is there. The result is as long as `minlength` if no id is larger, which the program checks. Arguments are named as
+        torch names them."""
+        if minlength == 0 or input.ndim != 1 or weights is not None and weights.shape != input.shape:
+            return func(input, weights, minlength)
+        with torch.no_grad():
+            self.note((input >= 0) & (input < minlength), f"{user_line()}: an id is not in [0, {minlength})")
+            dtype = torch.int64 if weights is None else weights.dtype if weights.dtype is torch.float32 else torch.float64
+            each = torch.ones_like(input, dtype=dtype) if weights is None else weights.to(dtype)
+            return torch.zeros(minlength, dtype=dtype).scatter_add(0, input.long().clamp(0, minlength - 1), each)
 
     def _answer(self, frame: FrameType, value: Tensor, is_item: bool) -> Any:
         file = frame.f_code.co_filename

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from autoshard import _torch
 from autoshard.base.graph import Op, Ref
 from autoshard.program.tracing.known_values import Constants
-from autoshard.program.tracing.survey import ReadsData
-from autoshard.program.tracing.tape import checkpoint_around, is_random, user_line
+from autoshard.program.tracing.survey import ReadsData, user_line
+from autoshard.program.tracing.tape import checkpoint_around, is_random
 from autoshard.program.tracing.ways_out import on_data
 
 
@@ -122,7 +122,7 @@ class Selections(TorchFunctionMode):
     def _selected(self, x: Tensor, mask: Tensor) -> Selection:
         left_out = ~mask
         key = self.tape.find(_torch.from_fun(left_out))
-        return Selection.of(x, left_out, key, user_line().removeprefix(" at "), is_new=True) if key is not None else x[mask]
+        return Selection.of(x, left_out, key, user_line(), is_new=True) if key is not None else x[mask]
 
     def _may_compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Sequence[Selection]) -> bool:
         """Whether the selections are of one mask. A result of an autograd.Function has a gradient that what is computed here would not pass on."""
@@ -240,8 +240,8 @@ def _total(x: Selection, is_mean: bool, dims: Iterable[int] | None) -> Tensor:
     total = value.sum() if dims is None else value.sum(tuple(dims))
     if not is_mean:
         return total
-    of_row = x.everywhere.shape[x.left_out.ndim:].numel() if dims is None else 1
-    return total / ((~x.left_out).sum() * of_row).to(total.dtype)
+    counted = ~(x.left_out if dims is not None else x.places(value).expand_as(value))
+    return total / counted.sum()
 
 
 def _loss(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -260,5 +260,5 @@ def _loss(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     options = dict(zip(kwargs, _everywhere(kwargs.values()), strict=True))
     each = given.of_same(func(*_everywhere(args), reduction="none", **options))
     if reduction == "batchmean":
-        return _total(each, False, None) / (~each.left_out).sum().to(each.everywhere.dtype)
+        return _total(each, False, None) / (~each.left_out).sum()
     return each if reduction == "none" else _total(each, reduction == "mean", None)

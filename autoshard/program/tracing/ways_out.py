@@ -21,7 +21,7 @@ UNIQUE = ("torch.unique, whose result has a length that depends on data",
           "compute it outside of the model and pass the result as an input, or count into a tensor of a fixed length: "
           "torch.zeros(n).scatter_add(0, ids, ones)")
 COUNTS = ("torch.bincount, whose result has a length that depends on data",
-          "count into a tensor of a fixed length: torch.zeros(n).scatter_add(0, ids, ones)")
+          "give the length as minlength=n, or count into a tensor of a fixed length: torch.zeros(n).scatter_add(0, ids, ones)")
 REPEATS = ("torch.repeat_interleave by a tensor, whose result has a length that depends on data",
            "give the length: repeat_interleave(..., output_size=n)")
 COMPARES = ("torch.equal or torch.allclose gives a bool of Python",
