@@ -39,7 +39,7 @@ def elementwise_losses(m, x, y):
 
 def sums(m, x, y):
     h, known = m.b(m.a(x)), y > 1
-    rows = (h[known] * m.w).sum(-1).mean() + F.normalize(h[known]).sum() + m.table(y[known]).mean()
+    rows = (h[known] * m.w).sum(-1).mean() + h[known][:, :2].square().sum() + (h[known][..., 0] * h[known][:, None, 3].squeeze(1)).mean() + F.normalize(h[known]).sum() + m.table(y[known]).mean()
     return (h[known].sum(0) * h[known].mean(dim=0)).sum() + rows + (h[known] @ m.a.weight[:5]).square().mean()
 
 
@@ -117,7 +117,7 @@ def shared_memory(m, x, y):
 
 @pytest.mark.parametrize("body", [
     counts, two_masks, joined, shared_memory, lambda m, x, y: m.a(x)[y > 1], lambda m, x, y: Scaled.apply(x[y > 1], m.w[0]).mean(),
-    lambda m, x, y: F.dropout(m.a(x)[y > 1]).sum(), lambda m, x, y: (m.b(m.a(x))[y > 1] * m.table(y)[0]).sum()])
+    lambda m, x, y: m.a(x)[y > 1][0].sum(), lambda m, x, y: m.a(x)[y > 1][:, y[0]].sum(), lambda m, x, y: F.dropout(m.a(x)[y > 1]).sum(), lambda m, x, y: (m.b(m.a(x))[y > 1] * m.table(y)[0]).sum()])
 def test_rows_themselves_are_data(body):
     with pytest.raises(TraceError, match="selection whose length depends on data.*\n  at .*test_selections.py:"):
         autoshard.plan(Selects(body), "d=2", (torch.randn(4, 5, 6), torch.randint(0, 5, (4, 5))))

@@ -145,6 +145,8 @@ class Selections(TorchFunctionMode):
             return _loss(func, args, kwargs)
         if args[0] is first and len(found) == 1 and _is_by_row(func, first.dims_of(), args, kwargs):
             return first.of_same(func(first.everywhere, *args[1:], **kwargs))
+        if func is Tensor.__getitem__ and args[0] is first and (index := _of_each_row(args[1], first)) is not None:
+            return first.of_same(first.everywhere[index])
         if func in UPDATES:
             return _updated(UPDATES[func], *args)
         if func in EACH and len({s.dims_of() for s in found}) == 1 and _broadcasts(args, kwargs, first.dims_of()):
@@ -193,6 +195,15 @@ def _are_equal(a: Any, b: Any, ops: Mapping[str, Op]) -> bool:
 def _selections(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Selection]:
     parts = [p for v in (*args, *kwargs.values()) for p in (v if isinstance(v, (tuple, list)) else (v,))]
     return [p for p in parts if isinstance(p, Selection)]
+
+
+def _of_each_row(index: Any, x: Selection) -> tuple[Any, ...] | None:
+    """Of `x[:, 0]` or `x[..., :2]`, which take the same of every row, the index for all rows."""
+    first, *rest = index if isinstance(index, tuple) and index else (None,)
+    of_row = all(part is None or type(part) in (int, slice) for part in rest) and sum(part is not None for part in rest) <= x.dims_of()
+    if not of_row or not (first is Ellipsis or isinstance(first, slice) and first == slice(None)):
+        return None
+    return (first, *rest) if first is Ellipsis else (*(slice(None),) * x.left_out.ndim, *rest)
 
 
 def _is_by_row(func: Any, dims: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
