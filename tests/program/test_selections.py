@@ -52,8 +52,10 @@ def puts_back(m, x, y):
     h = m.a(x)
     inside, out = h.abs() < 0.5, torch.zeros_like(h)
     out[~inside] = h[~inside]
+    both = out.clone()
+    both[y > 1, :] = 2 * h[y > 1, ...]
     out[inside] = torch.log(h[inside].abs() + 0.1) * torch.sigmoid(h[inside])
-    return out
+    return out + both, h[y > 1, 0].mean() + h[y > 1, 1:3].sum()
 
 
 def updates(m, x, y):
@@ -117,7 +119,7 @@ def shared_memory(m, x, y):
 
 @pytest.mark.parametrize("body", [
     counts, two_masks, joined, shared_memory, lambda m, x, y: m.a(x)[y > 1], lambda m, x, y: Scaled.apply(x[y > 1], m.w[0]).mean(),
-    lambda m, x, y: m.a(x)[y > 1][0].sum(), lambda m, x, y: m.a(x)[y > 1][:, y[0]].sum(), lambda m, x, y: F.dropout(m.a(x)[y > 1]).sum(), lambda m, x, y: (m.b(m.a(x))[y > 1] * m.table(y)[0]).sum()])
+    lambda m, x, y: m.a(x)[y > 1][0].sum(), lambda m, x, y: m.a(x)[y > 1, y[0, 0]].sum(), lambda m, x, y: m.a(x)[y > 1][:, y[0]].sum(), lambda m, x, y: F.dropout(m.a(x)[y > 1]).sum(), lambda m, x, y: (m.b(m.a(x))[y > 1] * m.table(y)[0]).sum()])
 def test_rows_themselves_are_data(body):
     with pytest.raises(TraceError, match="selection whose length depends on data.*\n  at .*test_selections.py:"):
         autoshard.plan(Selects(body), "d=2", (torch.randn(4, 5, 6), torch.randint(0, 5, (4, 5))))

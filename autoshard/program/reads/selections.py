@@ -111,7 +111,8 @@ class Selections(TorchFunctionMode):
             return func(*args, **kwargs)
         return result
 
-    def _is_taken(self, func: Any, x: Any, mask: Any = None, *more: Any) -> bool:
+    def _is_taken(self, func: Any, x: Any, index: Any = None, *more: Any) -> bool:
+        mask, _ = _parts(index)
         if more or not (isinstance(x, Tensor) and isinstance(mask, Tensor)) or mask.dtype is not torch.bool:
             return False
         if self.tape.phase == "backward" and checkpoint_around(sys._getframe())[0] is None:  # what an autograd.Function computes there
@@ -119,10 +120,15 @@ class Selections(TorchFunctionMode):
         fits = mask.ndim == x.ndim if func in SELECTS else 0 < mask.ndim <= x.ndim
         return fits and x.shape[:mask.ndim] == mask.shape and self.constants.value_of(mask) is None
 
-    def _selected(self, x: Tensor, mask: Tensor) -> Selection:
+    def _selected(self, x: Tensor, index: Any) -> Tensor:
+        mask, rest = _parts(index)
         left_out = ~mask
         key = self.tape.find(_torch.from_fun(left_out))
-        return Selection.of(x, left_out, key, user_line(), is_new=True) if key is not None else x[mask]
+        if key is None:
+            return x[index]
+        made = Selection.of(x, left_out, key, user_line(), is_new=True)
+        at = _of_each_row((slice(None), *rest), made) if rest else ()
+        return x[index] if at is None else made.of_same(made.everywhere[at]) if at else made
 
     def _may_compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Sequence[Selection]) -> bool:
         """Whether the selections are of one mask. A result of an autograd.Function has a gradient that what is computed here would not pass on."""
@@ -154,9 +160,10 @@ class Selections(TorchFunctionMode):
             return first.of_same(result) if isinstance(result, Tensor) else NotImplemented
         return _along(func, first, args, kwargs) if func in DIM and args[0] is first and len(found) == 1 else NotImplemented
 
-    def _written(self, x: Tensor, mask: Any, value: Any) -> Any:
+    def _written(self, x: Tensor, index: Any, value: Any) -> Any:
         """`x[mask] = value`."""
-        if not isinstance(value, Selection) or isinstance(x, Selection) or not self._is_taken(None, x, mask):
+        mask, rest = _parts(index)
+        if not isinstance(value, Selection) or isinstance(x, Selection) or rest or not self._is_taken(None, x, mask):
             return NotImplemented
         key = self.tape.find(_torch.from_fun(~mask))
         if key is None or not self._is_same(key, value.key) or x.shape[mask.ndim:] != value.everywhere.shape[mask.ndim:]:
@@ -195,6 +202,13 @@ def _are_equal(a: Any, b: Any, ops: Mapping[str, Op]) -> bool:
 def _selections(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Selection]:
     parts = [p for v in (*args, *kwargs.values()) for p in (v if isinstance(v, (tuple, list)) else (v,))]
     return [p for p in parts if isinstance(p, Selection)]
+
+
+def _parts(index: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What `x[mask]`, `x[mask, ...]` or `x[mask, 0]` index by: the first dims, and each row."""
+    first, *rest = index if isinstance(index, tuple) and index else (index,)
+    all_of_row = all(part is Ellipsis or isinstance(part, slice) and part == slice(None) for part in rest)
+    return first, () if all_of_row else tuple(rest)
 
 
 def _of_each_row(index: Any, x: Selection) -> tuple[Any, ...] | None:
