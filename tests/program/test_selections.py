@@ -119,7 +119,7 @@ def shared_memory(m, x, y):
 
 @pytest.mark.parametrize("body", [
     counts, two_masks, joined, shared_memory, lambda m, x, y: m.a(x)[y > 1], lambda m, x, y: Scaled.apply(x[y > 1], m.w[0]).mean(),
-    lambda m, x, y: m.a(x)[y > 1][0].sum(), lambda m, x, y: m.a(x)[y > 1, y[0, 0]].sum(), lambda m, x, y: m.a(x)[y > 1][:, y[0]].sum(), lambda m, x, y: F.dropout(m.a(x)[y > 1]).sum(), lambda m, x, y: (m.b(m.a(x))[y > 1] * m.table(y)[0]).sum()])
+    lambda m, x, y: m.a(x)[y > 1][0].sum(), lambda m, x, y: m.w.to(m.b(m.a(x))[y > 1]).sum(), lambda m, x, y: m.a(x)[y > 1, y[0, 0]].sum(), lambda m, x, y: m.a(x)[y > 1][:, y[0]].sum(), lambda m, x, y: F.dropout(m.a(x)[y > 1]).sum(), lambda m, x, y: (m.b(m.a(x))[y > 1] * m.table(y)[0]).sum()])
 def test_rows_themselves_are_data(body):
     with pytest.raises(TraceError, match="selection whose length depends on data.*\n  at .*test_selections.py:"):
         autoshard.plan(Selects(body), "d=2", (torch.randn(4, 5, 6), torch.randint(0, 5, (4, 5))))

@@ -157,7 +157,8 @@ class Selections(TorchFunctionMode):
             return _updated(UPDATES[func], *args)
         if func in EACH and len({s.dims_of() for s in found}) == 1 and _broadcasts(args, kwargs, first.dims_of()):
             result = func(*_everywhere(args), **dict(zip(kwargs, _everywhere(kwargs.values()), strict=True)))
-            return first.of_same(result) if isinstance(result, Tensor) else NotImplemented
+            of_rows = isinstance(result, Tensor) and result.ndim == first.everywhere.ndim  # not what only took a dtype, as in w.to(x[mask])
+            return first.of_same(result) if of_rows else NotImplemented
         return _along(func, first, args, kwargs) if func in DIM and args[0] is first and len(found) == 1 else NotImplemented
 
     def _written(self, x: Tensor, index: Any, value: Any) -> Any:
