@@ -154,7 +154,8 @@ class _Lowering:
     def __init__(self, graph: Graph, plan: Plan, mesh: Mesh, work: WindowSchedule) -> None:
         self.graph, self.plan, self.mesh, self.work = graph, plan, mesh, work
         self.window = work.name
-        self.emit, self.lent = Emitter(mesh, seeded=graph.microbatches > 1), states(graph)
+        seeded = graph.microbatches > 1 or any(op.is_port for op in graph.ops)  # stages of a pipeline draw on one rank each
+        self.emit, self.lent = Emitter(mesh, seeded), states(graph)
         self.env: dict[Held, Any] = {}
         self.pending: dict[Held, tuple[Pending, int]] = {}
         self.ports: dict[str, Port] = {}
