@@ -387,14 +387,14 @@ def _placement_word(placement: Any) -> tuple[str, int]:
 
 def compile_with_inductor(module: torch.fx.GraphModule, arguments: list[Any], own: Mapping[Any, Callable[..., Any]]) -> Callable[[list[Any]], Any]:
     """Compile a local graph for arguments like these; the result takes one list and empties it. The graph is decomposed the way inductor wants
-    it, ops of our own as `own` says, and not partitioned again."""
+    it, ops of our own as `own` says, and not partitioned again. An argument that comes twice here may be two in later calls."""
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = [mode.from_tensor(a, static_shapes=True) if isinstance(a, torch.Tensor) else a for a in arguments]
     with mode, torch.no_grad():
+        fakes = [torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=a.device) if isinstance(a, torch.Tensor) else a for a in arguments]
         decomposed = make_fx(module, decomposition_table={**select_decomp_table(), **own}, tracing_mode="real")(*fakes)
         compiled = compile_fx_inner(decomposed, fakes, is_inference=True)
     return compiled if getattr(compiled, "_boxed_call", False) else lambda boxed: compiled(boxed)

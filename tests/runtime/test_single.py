@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoshard
+from autoshard import _torch
 from autoshard.errors import MeshError, UsageError
 from autoshard.runtime.module import CompiledModule
 from autoshard.runtime.ranks.place import locate
@@ -37,6 +39,13 @@ def test_trains_like_the_model(module, backend: str) -> None:
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-4), name
     for (name, a), b in zip(fast.named_buffers(), model.buffers(), strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6), name
+
+
+def test_inductor_keeps_arguments_apart_that_are_one_tensor_at_first() -> None:
+    x, y = torch.ones(2), torch.zeros(2)
+    with patch("torch._inductor.compile_fx.compile_fx_inner", lambda graph, fakes, **_: lambda boxed: graph(*boxed)):
+        run = _torch.compile_with_inductor(torch.fx.symbolic_trace(lambda a, b: (a - 2 * b,)), [x, x], {})
+    assert torch.equal(run([x, y])[0], x)
 
 
 def test_dropout_draws_as_the_model_does() -> None:
