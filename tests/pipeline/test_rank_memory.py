@@ -10,6 +10,7 @@ import torch
 from cut_models import subject
 from mail import Mail
 from pipeline_ranks import loss_of, on_threads, ranks_of
+from torch import nn
 
 import autoshard
 from autoshard import Pipeline
@@ -17,6 +18,7 @@ from autoshard.base.plan import CATEGORIES, StagePlan
 from autoshard.base.turns import HERE, Turn
 from autoshard.errors import InfeasibleError
 from autoshard.play.in_flight import Keeping, beside
+from autoshard.runtime.pipeline.runner import Run, Runner
 from autoshard.runtime.pipeline.wires import Wires
 from tests.dist.live_bytes import LiveBytes
 
@@ -58,8 +60,36 @@ def test_every_byte_of_a_rank(name, mesh, options, layers):
         assert abs(predicted - measured) <= SCALARS, f"rank {r}: {predicted} predicted, {measured} measured"
 
 
+class Scaled(nn.Module):
+    """Four layers, and a vector that scales three of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.scale = nn.ModuleList(nn.Linear(16, 16) for _ in range(4)), nn.Parameter(torch.ones(4096))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[1](self.layers[0](x) * self.scale.view(-1, 16).sum(0))
+        return self.layers[3](self.layers[2](x) * self.scale.view(-1, 16).mean(0)) * self.scale.view(-1, 16).prod(0)
+
+
+def test_the_sum_of_more_than_two_parts_of_a_tied_gradient_is_one_tensor():
+    batch = torch.ones(6, 16), torch.ones(6, 16)
+    plan, steps = ranks_of(Scaled(), batch, "pp=4", Pipeline(3, "gpipe", ("layers.1", "layers.2", "layers.3")), nn.functional.mse_loss, in_threads)
+    for r, measured in enumerate(peaks(steps, batch)):
+        predicted = max(s.peak.total for s in plan.stages if s.rank == r)
+        assert measured <= predicted + SCALARS, f"rank {r}: {predicted} predicted, {measured} measured"
+
+
 def turn(kind: str, m: int, window: str = "forward", value: str = "", other: int = HERE, takes: tuple[str, ...] = ()) -> Turn:
     return Turn(kind, 0, window, m, value, other, takes)  # type: ignore[arg-type]
+
+
+def test_a_part_of_a_tensor_that_stays_on_its_rank_is_a_copy_as_on_a_wire():
+    """As the plan counts it. A gradient of what was joined to others is a view of theirs too, which would all be held."""
+    run = Run(lambda stage, m: None, lambda m, users: None)
+    run.outbox["part", 0] = torch.ones(2, 4)[:, :2]
+    Runner._send(None, run, turn("send", 0, "backward", "part"))
+    assert run.local["part", 0].is_contiguous()
 
 
 def test_what_is_in_flight_is_counted_from_the_turns():

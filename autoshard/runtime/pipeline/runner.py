@@ -127,7 +127,7 @@ class Runner:
     def _send(self, run: Run, turn: Turn) -> None:
         value = run.outbox.pop((turn.value, turn.microbatch))
         if turn.other == HERE:
-            run.local[turn.value, turn.microbatch] = value
+            run.local[turn.value, turn.microbatch] = value.contiguous()  # as from a wire: a part of a tensor would keep the whole one
         else:
             self.wires.send(self._message(self.programs[turn.stage].stage.sent(f"send:{turn.value}"), turn.microbatch), value)
 

@@ -49,7 +49,9 @@ class Tied:
                     self.wires.send(self._part(name, stage, other), grads[stage, name])
         for name, stages, _ in self._held:
             parts = [grads[s, name] if rank_of[s] == me else self.wires.take(self._part(name, s, me)) for s in stages]
-            out[name] = sum(parts[1:], parts[0])
+            out[name] = sum(parts[1:2], parts[0])
+            for part in parts[2:]:  # into the sum: no second one is planned
+                out[name] += part
         self.wires.flush()
         return out
 
