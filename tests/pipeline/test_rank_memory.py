@@ -87,9 +87,12 @@ def turn(kind: str, m: int, window: str = "forward", value: str = "", other: int
 def test_a_part_of_a_tensor_that_stays_on_its_rank_is_a_copy_as_on_a_wire():
     """As the plan counts it. A gradient of what was joined to others is a view of theirs too, which would all be held."""
     run = Run(lambda stage, m: None, lambda m, users: None)
-    run.outbox["part", 0] = torch.ones(2, 4)[:, :2]
-    Runner._send(None, run, turn("send", 0, "backward", "part"))
-    assert run.local["part", 0].is_contiguous()
+    for part in (torch.ones(2, 4)[:, :2], torch.ones(4, 2)[:2], torch.ones(2, 2)):
+        run.outbox["part", 0] = part
+        Runner._send(None, run, turn("send", 0, "backward", "part"))
+        kept = run.local["part", 0]
+        assert torch.equal(kept, part) and kept.is_contiguous() and kept.untyped_storage().nbytes() == kept.nbytes
+    assert kept is part, "a whole tensor is not copied"
 
 
 def test_what_is_in_flight_is_counted_from_the_turns():

@@ -127,7 +127,8 @@ class Runner:
     def _send(self, run: Run, turn: Turn) -> None:
         value = run.outbox.pop((turn.value, turn.microbatch))
         if turn.other == HERE:
-            run.local[turn.value, turn.microbatch] = value.contiguous()  # as from a wire: a part of a tensor would keep the whole one
+            is_part = value.untyped_storage().nbytes() > value.nbytes  # and would keep the whole tensor; off a wire nothing does
+            run.local[turn.value, turn.microbatch] = value.contiguous().clone() if is_part else value.contiguous()
         else:
             self.wires.send(self._message(self.programs[turn.stage].stage.sent(f"send:{turn.value}"), turn.microbatch), value)
 
