@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _collective_utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding  # noqa: F401  (a call of an op by placements, and what it gives)
 from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.utils import clip_grad
@@ -218,9 +219,8 @@ def convert(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tens
     return module._apply(change)
 
 
-def no_autocast() -> Any:
-    """Backward runs outside the user's autocast context."""
-    return torch._C._DisableAutocast()
+no_autocast, no_dispatch = torch._C._DisableAutocast, torch._C._DisableTorchDispatch
+"""Contexts. Backward runs outside the user's autocast context; ops of a DTensor are those of the tensor without memory that it is to C++."""
 
 
 def gradients(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
@@ -286,9 +286,16 @@ def functions_of_dtensors() -> dict[Any, Callable[[Any, Any, Any], Any]]:
     return DTensor._op_dispatcher._custom_op_handlers
 
 
-def no_dispatch() -> Any:
-    """Inside, ops of a DTensor are those of the tensor without memory that it is to C++."""
-    return torch._C._DisableTorchDispatch()
+def take_plain_tensors() -> None:
+    """Have ops of this thread take plain tensors beside DTensors: as whole ones."""
+    torch._C._set_dtensor_allow_implicit_replication(True)
+
+
+def on_placements(changed: Callable[[Callable[..., Any], Any], Callable[..., Any]]) -> None:
+    """Have what an op of DTensors takes and gives be placed by what `changed` makes of torch's function for it and of the object that has it."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    placed = changed(propagator.propagate_op_sharding_non_cached, propagator)
+    propagator.propagate_op_sharding_non_cached, propagator.propagate_op_sharding = placed, type(propagator.propagate_op_sharding)(placed)
 
 
 def on_total_norm(changed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -351,11 +358,6 @@ def storage_key(t: torch.Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
-def drop_saved(ctx: Any) -> None:
-    """Let go of an autograd function's saved tensors, unless the graph is kept for another backward."""
-    ctx.maybe_clear_saved_tensors()
-
-
 # --- sharding rules -----------------------------------------------------------------------------------
 
 def has_sharding_rule(op: Any) -> bool:
@@ -378,11 +380,9 @@ def sharding_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
 def _placement_word(placement: Any) -> tuple[str, int]:
     if isinstance(placement, _ShardingPlaceholder) or type(placement) is Shard:
         return "shard", placement.dim
-    if isinstance(placement, Replicate):
-        return "replicate", 0
     if type(placement) is Partial and placement.reduce_op in ("sum", "max", "min"):
         return placement.reduce_op, 0
-    return "other", 0
+    return "replicate" if isinstance(placement, Replicate) else "other", 0
 
 
 def compile_with_inductor(module: torch.fx.GraphModule, arguments: list[Any], own: Mapping[Any, Callable[..., Any]]) -> Callable[[list[Any]], Any]:

@@ -166,6 +166,7 @@ class Step:
 
     def run(self, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], seed: int, model: Any) -> tuple[torch.Tensor, ...]:
         """User outputs of one call, local."""
+        _torch.take_plain_tensors()  # the loop around this call may mix them with DTensors, and torch keeps that by thread
         if self.draws and in_checkpoint():
             raise UsageError("the compiled model draws random numbers (dropout), and torch.utils.checkpoint around its call would draw others when "
                              "it runs it again: use it inside of the model, where the trace follows it, or let memory_budget= decide what runs again")
@@ -323,7 +324,7 @@ class _Node(torch.autograd.Function):
         arguments = step.backward_arguments(function, ctx.saved_tensors, tangents, ctx.seed)
         given = {t.data_ptr() for t in arguments if isinstance(t, torch.Tensor)} if step.shares else ()
         del tangents
-        _torch.drop_saved(ctx)
+        ctx.maybe_clear_saved_tensors()  # unless the graph is kept for another backward
         try:
             grads = model.finish_gradients(step, step.apart(function.call(arguments), given), ctx.apart, missing)
         except (AutoshardError, RuntimeError) as e:

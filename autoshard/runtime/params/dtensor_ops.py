@@ -19,10 +19,13 @@ numbers than for plain tensors for
 * writes into a slice along a split dim (`p[0] = 0`): they go into a copy ([slices.py](slices.py));
 * what `GradScaler` looks for in gradients that lie in different ways: ranks hear of numbers that are not finite as the first gradient lies, so that
   some leave out a step that others take;
-and for `_foreach_copy_`, with which loops put averaged weights in place, it has nothing at all, nor for `copy_` between a DTensor and a plain tensor,
-which is the whole one here. Ops in place on what is not added up (`p.norm().clamp_(min=eps)`, `p.sum().add_(1)`), which it refuses, or does as
-above, are done on the whole; those between a DTensor and a plain tensor (Adafactor's state), which it refuses, as `copy_` is. A number is written
-where a mask says (`p[p.abs() < 1e-2] = 0`), for which it wants to know how many places there are.
+* scans, `argmax` and the backward of `select` whose dim is counted from the end (`p.cumsum(-1)`): another dim, or an error;
+* `renorm_`, once `renorm` was called: the piece is called the whole;
+* numbers that ids pick along a split dim (`log_probs.gather(1, actions)`): whoever reads them a second time gets an error;
+and for `_foreach_copy_`, with which loops put averaged weights in place, it has nothing at all. What it refuses to do in place, as on what is not
+added up (`p.norm().clamp_(min=eps)`, `p.sum().add_(1)`), is done out of place, and written. A number is written where a mask says
+(`p[p.abs() < 1e-2] = 0`), for which it wants to know how many places there are. A plain tensor beside a DTensor is the whole one, the same on all
+ranks: torch can take it so, but for writes into it. Ops that torch has no way for are done on the whole tensors ([whole.py](whole.py)).
 
 Each of them is done by other ops of DTensors, which are right. What torch does right stays as it is, and so does an op for which torch, or
 somebody else, has a function like these already.
@@ -33,7 +36,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from threading import Timer
 from types import FrameType
 from typing import Any
@@ -44,7 +47,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from autoshard import _torch
 from autoshard.program.tracing.tape import describe, is_user_file
-from autoshard.runtime.params import slices
+from autoshard.runtime.params import slices, whole
 from autoshard.runtime.params.assigned_data import take_assigned_data
 from autoshard.runtime.params.mixed_lists import OPS, apart, norm_of_both
 from autoshard.runtime.params.strided import cut
@@ -56,8 +59,7 @@ aten = torch.ops.aten
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 LOSSES = (aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.soft_margin_loss, aten.binary_cross_entropy)
 MEAN, SUM = 1, 2
-OUT_OF_PLACE = {aten.index_add_.default: aten.index_add.default, aten.index_copy_.default: aten.index_copy.default,
-                aten.scatter_add_.default: aten.scatter_add.default}
+OUT_OF_PLACE = (aten.index_add_.default, aten.index_copy_.default, aten.scatter_add_.default)
 LINEAR = (aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.neg_.default)
 ADDS = (aten.add_.Tensor, aten.sub_.Tensor)
 IN_PLACE = (*LINEAR, *ADDS, aten.sqrt_.default, aten.rsqrt_.default, aten.reciprocal_.default, aten.pow_.Scalar, aten.exp_.default,
@@ -73,7 +75,13 @@ def mend_dtensors() -> None:
     """Once per process, for all DTensors."""
     take_assigned_data()
     _torch.on_total_norm(norm_of_both)
-    _torch.functions_of_dtensors()[aten._amp_foreach_non_finite_check_and_unscale_.default] = _unscale
+    _torch.take_plain_tensors()
+    _torch.on_placements(whole.done_on_the_whole)
+    whole.give_lists()
+    table = _torch.functions_of_dtensors()
+    table[aten._amp_foreach_non_finite_check_and_unscale_.default] = _unscale
+    for op in (aten.argmax.default, aten.argmin.default):
+        table[op] = partial(_largest, table[op])
     for run, ops in MENDED.items():
         for op in ops:
             mend(op, run)
@@ -81,11 +89,15 @@ def mend_dtensors() -> None:
 
 def mend(op: Any, run: Run) -> None:
     """Have `run(op, args, kwargs)` do an op of DTensors from now on, unless there is a function for that. Where it gives NotImplemented,
-    torch does it. Slices that the op takes, or writes into, are those of the tensor."""
+    torch does it; what torch refuses to do in place is done out of place. Slices that the op takes, or writes into, are those of the tensor."""
     def asked(op: Any, args: Any, kwargs: Any) -> Any:
+        if writes and isinstance(args[0], torch.Tensor) and not isinstance(args[0], DTensor):
+            return op(*whole.values(args), **whole.values(kwargs))  # into a plain tensor, the same on all ranks: an optimizer's torch.zeros(shape)
         result = run(op, args, kwargs)
         if result is NotImplemented:
             result = by_torch(args, kwargs)
+        if op in whole.READ_ONCE:
+            return whole.added_up(result)
         if op in slices.SLICES:
             slices.remember(op, args, kwargs, result)
         elif writes:
@@ -96,6 +108,10 @@ def mend(op: Any, run: Run) -> None:
         del table[op]
         try:
             return op(*args, **kwargs)
+        except RuntimeError:
+            if not writes or torch.Tag.nondeterministic_seeded in op.tags:
+                raise
+            return _in_place(op, args, kwargs)
         finally:
             table[op] = asked
 
@@ -170,15 +186,36 @@ def _mean_of_counted(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the op out of place gives, written to where the tensor lies."""
-    return args[0].copy_(OUT_OF_PLACE[op](*args, **kwargs).redistribute(placements=args[0].placements))
+    """What the op out of place gives, written to where the tensors lie."""
+    of_name = getattr(aten, op._schema.name[len("aten::"):-1])
+    made = getattr(of_name, op._overloadname if op._overloadname in of_name.overloads() else "default")(*args, **kwargs)
+    if isinstance(args[0], DTensor):
+        return _put(args[0], made)
+    for x, value in zip(args[0], made, strict=True):
+        _put(x, value)
+
+
+def _put(x: DTensor, value: Any) -> DTensor:
+    """Views of it stay right: where it is a sum that is not added up, the first rank has the value then, and the others zeros. A norm has no such
+    shares of negative numbers, so it becomes a whole tensor."""
+    partial = {i: p for i, p in enumerate(x.placements) if p.is_partial()}
+    value = value.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+    if not partial:
+        return x.copy_(value)
+    if any(type(p) is not Partial for p in partial.values()):
+        x._local_tensor, x._spec = value._local_tensor, value._spec
+    elif all(p != Partial() or x.device_mesh.get_local_rank(i) == 0 for i, p in partial.items()):
+        x._local_tensor.copy_(value._local_tensor)
+    else:
+        x._local_tensor.zero_()
+    return x
 
 
 def _filled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of a sum that is not added up yet, the first rank has the number, and the others zeros."""
     x, value = args
-    if isinstance(x, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-        return x.fill_(value.item())  # what `x[...] = 0` calls; torch has no way to do it
+    if isinstance(value, torch.Tensor):
+        return x.fill_(whole.values(value).item())  # what `x[...] = 0` calls; torch has no way to do it, or fills pieces with pieces
     axes = [i for i, p in enumerate(x.placements) if p.is_partial() and p not in (Partial("avg"), Partial("max"), Partial("min"))]
     if not axes:
         return NotImplemented
@@ -189,17 +226,17 @@ def _filled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _identity(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch makes a whole one of every rank's piece."""
     out = kwargs["out"]
-    whole = torch.eye(*args, dtype=out.dtype, device=out.device)
-    return out.copy_(DTensor.from_local(whole, out.device_mesh, [Replicate()] * out.device_mesh.ndim, run_check=False))
+    made = torch.eye(*args, dtype=out.dtype, device=out.device)
+    return out.copy_(DTensor.from_local(made, out.device_mesh, [Replicate()] * out.device_mesh.ndim, run_check=False))
 
 
 def _squeezed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """In place, what C++ knows of the shape too."""
     x, *dims = args
-    squeezed = x.squeeze(*(tuple(d) if isinstance(d, list) else d for d in dims))
+    seen = getattr(x, op._schema.name[6:-1])(*(tuple(d) if isinstance(d, list) else d for d in dims))
     with _torch.no_dispatch():
         op(x, *dims)
-    x._local_tensor, x._spec = squeezed._local_tensor, squeezed._spec
+    x._local_tensor, x._spec = seen._local_tensor, seen._spec
     return x
 
 
@@ -224,32 +261,13 @@ def _added(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Written in place is what the op makes of the sum. Views of it stay right: where it lies, the first rank has the result then, and the others
-    zeros. A norm has no such shares of negative numbers, so it becomes a whole tensor."""
+    """Written in place is what the op makes of the sum."""
     x, *others = args
-    if not isinstance(x, DTensor):  # a plain tensor is the same whole on all ranks, as an optimizer's torch.zeros(shape)
-        return op(x, *(a.full_tensor() if isinstance(a, DTensor) else a for a in others), **kwargs)
-    if any(_is_plain(a) for a in others):
-        whole = [Replicate()] * x.device_mesh.ndim
-        return op(x, *(DTensor.from_local(a, x.device_mesh, whole, run_check=False) if _is_plain(a) else a for a in others), **kwargs)
     linear = op in LINEAR or op in ADDS and x.is_floating_point() and isinstance(others[0], DTensor) and others[0].placements == x.placements
     if all(not p.is_partial() or linear and p in (Partial(), Partial("avg")) for p in x.placements):
         return NotImplemented
-    whole = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
-    op(whole, *others, **kwargs)
-    partial = {i: p for i, p in enumerate(x.placements) if p.is_partial()}
-    if any(type(p) is not Partial for p in partial.values()):
-        x._local_tensor, x._spec = whole._local_tensor, whole._spec
-    elif all(p != Partial() or x.device_mesh.get_local_rank(i) == 0 for i, p in partial.items()):
-        x._local_tensor.copy_(whole._local_tensor)
-    else:
-        x._local_tensor.zero_()
-    return x
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether torch refuses it beside a DTensor."""
-    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.ndim > 0
+    added = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+    return _put(x, op(added, *others, **kwargs))
 
 
 def _joined(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -265,8 +283,6 @@ def _joined(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _copied(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A plain tensor is the same whole on all ranks."""
     x, value, *how = args
-    if not isinstance(x, DTensor):
-        return op(x, value.full_tensor(), *how, **kwargs)
     if isinstance(value, DTensor) or any(p.is_partial() for p in x.placements):
         return NotImplemented
     mesh = x.device_mesh
@@ -279,13 +295,34 @@ def _masked(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, indices, value, *accumulate = args
     mask = indices[0] if len(indices) == 1 else None
     if not isinstance(mask, DTensor) or mask.dtype != torch.bool or mask.shape != x.shape or value.numel() != 1 or any(accumulate):
-        return NotImplemented
+        made = whole.picked(aten.index_put.default, args, kwargs)
+        return made if made is NotImplemented else x.copy_(made)
     return x.masked_fill_(mask, value.item())
 
 
 def _as_torch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of slices, and of what is written into them."""
     return NotImplemented
+
+
+def _from_the_front(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A dim that is counted from the end is another one to torch."""
+    if op is aten.select_backward.default:
+        grad, sizes, dim, index = args
+        return op(grad, sizes, dim + len(sizes), index) if dim < 0 else NotImplemented
+    x, *rest = args
+    if not rest or rest[0] is None or rest[0] >= 0:
+        return NotImplemented
+    return op(x, rest[0] + x.ndim, *rest[1:], **kwargs)
+
+
+def _largest(theirs: Run, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`theirs` is torch's function, which knows no pieces that are shares of parts."""
+    x = args[0]
+    if any(isinstance(p, _torch.StridedShard) for p in x.placements):
+        return op(x.redistribute(placements=[Replicate()] * x.device_mesh.ndim), *args[1:], **kwargs)
+    made = _from_the_front(op, args, kwargs)
+    return theirs(op, args, kwargs) if made is NotImplemented else made
 
 
 def _one_by_one(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -303,17 +340,22 @@ MENDED: dict[Run, tuple[Any, ...]] = {
     _over_all: (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.std.correction, aten.var.correction,
                 aten.logsumexp.default, aten.nansum.default),
     _mean_of_counted: (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default),
-    _in_place: tuple(OUT_OF_PLACE),
+    _in_place: OUT_OF_PLACE,
     _filled: (aten.fill_.Scalar, aten.fill_.Tensor),
     _identity: (aten.eye.out, aten.eye.m_out),
     _written: IN_PLACE,
     _joined: (aten.cat.default,),
+    whole.on_the_whole: whole.BY_NUMBERS,
+    whole.picked: (aten.index.Tensor, aten.index_put.default),
+    whole.split_once: whole.READ_ONCE,
     _copied: (aten.copy_.default,),
     _masked: (aten.index_put_.default,),
     _one_by_one: (aten._foreach_copy_.default,),
     _added: (aten.add.Tensor, aten.sub.Tensor),
+    _from_the_front: (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.select.int,
+                      aten.select_backward.default),
     _as_torch: (*slices.SLICES, *slices.writes()),
     apart: OPS,
-    _squeezed: (aten.squeeze_.default, aten.squeeze_.dim, aten.squeeze_.dims),
+    _squeezed: (aten.squeeze_.default, aten.squeeze_.dim, aten.squeeze_.dims, aten.unsqueeze_.default, aten.transpose_.default, aten.t_.default),
 }
 """What does which ops."""

@@ -30,6 +30,18 @@ NUMBERS = {
     "in a view": lambda p: (lambda t: (t.view(-1).clamp_(min=9), t.sum())[1])(p.detach().sum(1)).item(),
     "added up in place": lambda p: p.detach().sum().add_(p.detach().mul(2).sum(), alpha=3).mul_(2).item(),
     "joined norms": lambda p: (lambda t: torch.cat([t.view(1), (t * t).view(1)]).sum())(p.detach().norm()).item(),
+    **{f"with {name}": lambda p, number=number: float(number(p.detach())) for name, number in {
+        "eye": lambda p: (torch.eye(len(p), dtype=p.dtype) + p @ p.T).norm(), "a plain mask": lambda p: torch.where(_odd(p), p, 0.0).sum(),
+        "plain weights": lambda p: (p.flatten() @ torch.arange(float(p.numel()), dtype=p.dtype)).cos(), "a plain factor": lambda p: (_odd(p) * p).norm(),
+        "plain means": lambda p: torch.lerp(torch.ones(p.shape, dtype=p.dtype), p, 0.3).norm(), "quantiles": lambda p: p.abs().quantile(0.3),
+        "the third": lambda p: p.abs().view(-1).kthvalue(3)[0], "picked": lambda p: p[p > 0].prod() + p[_odd(p).any(1)].sum(),
+        "unique": lambda p: torch.unique(p.trunc()).sum(), "counts of": lambda p: torch.bincount(p.long().abs().flatten()).max(),
+        "same": lambda p: torch.allclose(p, p + 1e-12) + 2 * torch.equal(p, p + 1), "sorted": lambda p: p.flatten().sort()[0][3],
+        "histogram": lambda p: torch.histc(p, 7).square().sum(), "renormed": lambda p: p.renorm(2, 0, 0.5).sum(), "list": lambda p: sum(p.tolist()[0]),
+        "numpy": lambda p: p.numpy()[-1].sum(), "scan from the end": lambda p: (p.cumsum(-1).cos() + p.cumsum(-2).cos()).sum(),
+        "largest from the end": lambda p: p.argmax(-2).sum() + 10 * p.argmax(-1).sum(), "svd": lambda p: torch.linalg.svdvals(p)[1],
+        "filled with a number of it": lambda p: p.clone().fill_(p.max()).sum(), "sigmoid of a sum": lambda p: p.sum(0).sigmoid_().sum(),
+        "scan in place": lambda p: p.clone().T.cumsum_(0).cos().sum()}.items()},
     "a vector": lambda p: len(_vector(p) @ p.detach()), "squeezed": lambda p: len(p.detach().sum(0, keepdim=True).squeeze_(0)),
 }
 LOSSES = {name: getattr(F, name) for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss")}
@@ -48,6 +60,12 @@ PENALTIES = {
     "counted": lambda p: F.cross_entropy(p, _classes(p), ignore_index=1).square(),
     "weighted": lambda p: F.cross_entropy(p, _classes(p), weight=p.detach().square().sum(0)).square(),
     "ones": lambda p: (p.sum(0) * torch.empty_like(p.sum(0)).fill_(2.0)).sum(),
+    "mixed loss": lambda p: F.mse_loss(p, _odd(p).to(p.dtype)) + F.cross_entropy(p, torch.arange(len(p)) % 4),
+    "behind a plain tensor": lambda p: (p * _shared(p)).flatten().cos().sum() + p.select(-1, 1).sum(),
+    "read twice": lambda p: (lambda t: (t * t + t.exp()).sum())(p.log_softmax(1).gather(1, p.detach().argmax(-1, keepdim=True))),
+    "embedded": lambda p: (lambda t: (t * t + t).sum())(F.embedding(torch.tensor([[0, 1], [5, 5]]), p)),
+    "picked": lambda p: p[p.detach() > 0].square().sum() * p.mean(), "quantile": lambda p: p.quantile(0.4) + p.flatten().topk(3)[0].prod(),
+    "orthogonal": lambda p: (p @ p.T - torch.eye(len(p), dtype=p.dtype)).norm(), "spectral": lambda p: torch.linalg.matrix_norm(p, 2),
     "masked by all": lambda p: p.sum() * (p > 1).any().double(),
 }
 
@@ -67,8 +85,22 @@ WRITES = {
     "pruned": lambda p: p.__setitem__(p.abs() < 2, -1) or p,
     "mul_ by a row": lambda p: p.mul_(torch.arange(6.0, dtype=p.dtype) - 2).add_(torch.ones(p.shape, dtype=p.dtype), alpha=3),
     "add_ into a whole": lambda p: p.copy_(torch.ones(len(p), 1, dtype=p.dtype).mul_(.9).add_(p.mean(1, keepdim=True), alpha=.1).expand(p.shape)),
+    "sorted picks": lambda p: p.__setitem__(p > 0, p[p > 0].sort()[0]) or p, "flat": lambda p: (p.view(-1).mul_(0.5), p.flatten()[3:9].zero_(), p)[2],
+    "scans": lambda p: p.cumprod_(-1).T.cumsum_(-1).T, "triangle": lambda p: p.triu_(-3), "norms of rows": lambda p: p.renorm_(2, 0, 3.0),
+    "outer": lambda p: p.addr_(p.sum(1), torch.arange(6.0, dtype=p.dtype), alpha=0.1), "at least": lambda p: (torch._foreach_maximum_([p], -3.0), p)[1],
+    "plain sum": lambda p: p.copy_(torch.eye(6, dtype=p.dtype).addmm_(p.T, p, beta=0.9).cos_()[:1].expand(p.shape)).add_(_odd(p)),
     "scatter_add_": lambda p: p.scatter_add_(0, _like(p, [[5] * 6, [0] * 6]), p[:2] * 3),
 }
+
+
+def _odd(p: torch.Tensor) -> torch.Tensor:
+    """A plain mask as large as `p`."""
+    return (torch.arange(p.numel()) % 3 == 1).view(p.shape)
+
+
+def _shared(p: torch.Tensor) -> torch.Tensor:
+    """A plain tensor behind plain ops, which have a backward."""
+    return (torch.arange(float(p.shape[1]), dtype=p.dtype, requires_grad=True) * 0.1).exp().square()
 
 
 def _like(p: torch.Tensor, values: object) -> torch.Tensor:
