@@ -32,29 +32,20 @@ somebody else, has a function like these already.
 """
 from __future__ import annotations
 
-import logging
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, partial
-from threading import Timer
-from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from autoshard import _torch
-from autoshard.program.tracing.tape import describe, is_user_file
-from autoshard.runtime.params import slices, whole
+from autoshard.runtime.params import plain, slices, whole
 from autoshard.runtime.params.assigned_data import take_assigned_data
 from autoshard.runtime.params.mixed_lists import OPS, apart, norm_of_both
 from autoshard.runtime.params.strided import cut
+from autoshard.runtime.params.told import told_if_alone
 
-log = logging.getLogger("autoshard")
-LONG = 15.0
-"""Seconds."""
 aten = torch.ops.aten
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 LOSSES = (aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.soft_margin_loss, aten.binary_cross_entropy)
@@ -93,6 +84,7 @@ def mend(op: Any, run: Run) -> None:
     def asked(op: Any, args: Any, kwargs: Any) -> Any:
         if writes and isinstance(args[0], torch.Tensor) and not isinstance(args[0], DTensor):
             return op(*whole.values(args), **whole.values(kwargs))  # into a plain tensor, the same on all ranks: an optimizer's torch.zeros(shape)
+        plain.compare(op, args)
         result = run(op, args, kwargs)
         if result is NotImplemented:
             result = by_torch(args, kwargs)
@@ -129,29 +121,8 @@ def _number(op: Any, args: tuple[DTensor], kwargs: dict[str, Any]) -> Any:
     x, = args
     if all(p.is_replicate() for p in x.placements):
         return op(x.to_local())
-    with _told_if_alone():
+    with told_if_alone("take the number of a DTensor (item(), float(), bool())"):
         return op(x.redistribute(placements=[Replicate()] * x.device_mesh.ndim).to_local())
-
-
-@contextmanager
-def _told_if_alone() -> Iterator[None]:
-    """A rank that takes a number alone, to print it, waits for the others as long as torch does: half an hour. It says so before."""
-    timer = Timer(LONG, log.warning, (
-        "rank %d has waited %.0f s for the other ranks to take the number of a DTensor too%s: the number is made of pieces that all ranks have, so "
-        "every rank must call item(), float() or bool() there; take it outside of `if rank == 0`", dist.get_rank(), LONG, _at()))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _at() -> str:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and not is_user_file(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "" if frame is None else f", at {describe(frame.f_code, frame.f_lineno)}"
 
 
 def _any(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -301,7 +272,7 @@ def _masked(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _as_torch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of slices, and of what is written into them."""
+    """Of slices, and of what is written into them, and where plain tensors are to be looked at only."""
     return NotImplemented
 
 
@@ -354,7 +325,7 @@ MENDED: dict[Run, tuple[Any, ...]] = {
     _added: (aten.add.Tensor, aten.sub.Tensor),
     _from_the_front: (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.select.int,
                       aten.select_backward.default),
-    _as_torch: (*slices.SLICES, *slices.writes()),
+    _as_torch: (*slices.SLICES, *slices.writes(), *plain.PRODUCTS),
     apart: OPS,
     _squeezed: (aten.squeeze_.default, aten.squeeze_.dim, aten.squeeze_.dims, aten.unsqueeze_.default, aten.transpose_.default, aten.t_.default),
 }

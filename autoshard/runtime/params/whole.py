@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from autoshard import _torch
+from autoshard.runtime.params.told import told_if_alone
 
 aten = torch.ops.aten
 BY_NUMBERS = (aten.masked_select.default, aten.nonzero.default, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default,
@@ -60,7 +61,8 @@ def _whole(schema: Any, propagator: Any) -> Any:
 
 def values(arguments: Any) -> Any:
     """Arguments with whole plain tensors in place of DTensors. Every rank calls this."""
-    return _torch.pytree.tree_map_only(DTensor, DTensor.full_tensor, arguments)
+    with told_if_alone("gather a DTensor"):
+        return _torch.pytree.tree_map_only(DTensor, DTensor.full_tensor, arguments)
 
 
 def on_the_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -96,4 +98,4 @@ def give_lists() -> None:
     """`tolist()` and `numpy()` of DTensors, which torch refuses: those of the whole tensor. Every rank calls them."""
     for name in ("tolist", "numpy"):
         if name not in vars(DTensor):
-            setattr(DTensor, name, lambda x, *args, _named=name, **kwargs: getattr(x.full_tensor(), _named)(*args, **kwargs))
+            setattr(DTensor, name, lambda x, *args, _named=name, **kwargs: getattr(values(x), _named)(*args, **kwargs))

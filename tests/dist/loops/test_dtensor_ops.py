@@ -9,12 +9,15 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 import autoshard
 from autoshard import _torch
+from autoshard.errors import UsageError
 from autoshard.runtime.params import dtensor_ops
+from autoshard.runtime.params import told as telling
 from tests.dist.harness import assert_near, on_ranks
 
 pytestmark = pytest.mark.dist
@@ -195,17 +198,28 @@ def test_loops() -> None:
     on_ranks(2, loops_of_users)
 
 
+def ranks_differ() -> None:
+    one_rank_is_late()
+    p = DTensor.from_local(torch.ones(4, 6), init_device_mesh("cpu", (2,)), [Shard(0)])
+    whole, own = p.redistribute(placements=[Replicate()]), torch.rand(2, 6, generator=torch.Generator().manual_seed(torch.distributed.get_rank()))
+    for _ in range(5):
+        assert (torch.ones(3, 6) @ p.T).shape == (3, 8) and (p.add_(torch.rand(8, 6)) >= 1).all()  # each its own numbers into its own piece
+    for mixed in (lambda: own @ p.T, lambda: F.linear(own, p), lambda: whole[:2].clone().add_(own), lambda: own + whole[:2], lambda: whole[:2].copy_(own)):
+        with pytest.raises(UsageError, match="ranks have different numbers in the plain tensor of .2, 6."):
+            mixed()
+
+
 def one_rank_is_late() -> None:
     compiled = autoshard.compile(nn.Linear(6, 8), "d=2", (torch.zeros(2, 6),), seeds={"weight": "d,-"}, cluster="cpu-gloo", cache=False)
     rank, told = torch.distributed.get_rank(), []
-    with patch.object(dtensor_ops, "LONG", 0.5), patch.object(dtensor_ops.log, "warning", lambda text, *args: told.append(text % args)):
+    with patch.object(telling, "LONG", 0.5), patch.object(telling.log, "warning", lambda text, *args: told.append(text % args)):
         time.sleep(4.0 * rank)
         compiled.weight.detach().sum().item()
     assert rank or len(told) == 1 and "rank 0 has waited" in told[0] and "test_dtensor_ops.py" in told[0] and "sum().item()" in told[0]
 
 
-def test_a_rank_that_waits_for_the_others_says_so() -> None:
-    on_ranks(2, one_rank_is_late)
+def test_ranks_that_differ_are_told() -> None:
+    on_ranks(2, ranks_differ)
 
 
 def test_nothing_is_mended_twice() -> None:

@@ -1,0 +1,53 @@
+"""Plain tensors beside DTensors: each counts as the whole tensor, the same on all ranks.
+
+A rank's own part of a batch (`inputs="local"`), or noise that every rank draws from a seed of its own, would be taken for it too, and give other
+numbers on every rank. So ranks compare a number of each, at the calls 1, 2, 3, 5, 9, 17, ... of an op with such a tensor, in one small collective."""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoshard.errors import UsageError
+from autoshard.runtime.params.told import told_if_alone
+from autoshard.runtime.ranks.same_inputs import is_due
+
+aten = torch.ops.aten
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.mv.default)
+"""Ops that a rank's own part of a batch fits into: nothing says how many rows the whole has."""
+NEAR = 1e-2
+"""Of a tensor's norm. Machines may round otherwise than each other."""
+_calls: Counter[Any] = Counter()
+
+
+def compare(op: Any, args: Sequence[Any]) -> None:
+    """Raises UsageError on all ranks where some have other numbers. Every rank calls this."""
+    first = next((a for a in args if isinstance(a, DTensor)), None)
+    given = [a for a in args if type(a) in (torch.Tensor, nn.Parameter) and a.numel() > 1 and not a.is_meta]
+    if first is None or not given or op._schema.is_mutable and not any(p.is_replicate() for p in first.placements):
+        return  # into a tensor of which no two ranks have the same piece each may write what it has
+    for t in given:
+        key = op, t.shape, t.dtype
+        _calls[key] += 1
+        if is_due(_calls[key] - 1, "first") and not _is_same(t.detach(), first.device_mesh, op):
+            raise UsageError(f"ranks have different numbers in the plain tensor of {tuple(t.shape)} that {op} takes beside a DTensor, where it "
+                             "counts as the whole tensor, the same on all ranks. If it is this rank's part of a batch, pass "
+                             "DTensor.from_local(t, p.device_mesh, [Shard(0), ...]), or take .full_tensor() of the DTensor; if it is random, draw "
+                             "it under a seed that all ranks have")
+
+
+@torch.no_grad()
+def _is_same(t: torch.Tensor, mesh: Any, op: Any) -> bool:
+    flat = (torch.view_as_real(t) if t.is_complex() else t).to(torch.float64).flatten().nan_to_num()
+    number = flat @ torch.arange(len(flat), dtype=torch.float64, device=t.device).cos()
+    seen = torch.stack([number, -number, flat.norm()]).to(mesh.device_type)
+    with told_if_alone(f"do {op} of a DTensor and a plain tensor"):
+        for axis in range(mesh.ndim):
+            dist.all_reduce(seen, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    most, least, norm = seen.tolist()
+    return most + least <= NEAR * norm
