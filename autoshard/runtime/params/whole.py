@@ -6,7 +6,9 @@ equally long (`p.flatten()`), and ops whose results are as large as the numbers 
 Ops that write in place, or draw random numbers, which may be other ones on every rank, stay refused."""
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from autoshard import _torch
 from autoshard.runtime.params.told import told_if_alone
 
+log = logging.getLogger("autoshard")
 aten = torch.ops.aten
 BY_NUMBERS = (aten.masked_select.default, aten.nonzero.default, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default,
               aten.bincount.default, aten.linalg_lstsq.default, aten.equal.default, aten.allclose.default)
@@ -95,7 +98,28 @@ def added_up(t: Any) -> Any:
 
 
 def give_lists() -> None:
-    """`tolist()` and `numpy()` of DTensors, which torch refuses: those of the whole tensor. Every rank calls them."""
+    """`tolist()`, `numpy()` and `f"{loss:.3f}"` of DTensors, which torch refuses: those of the whole tensor. Every rank calls them."""
     for name in ("tolist", "numpy"):
         if name not in vars(DTensor):
             setattr(DTensor, name, lambda x, *args, _named=name, **kwargs: getattr(values(x), _named)(*args, **kwargs))
+    if "__format__" not in vars(DTensor):
+        DTensor.__format__ = _formatted  # type: ignore[method-assign]
+    if "__reduce_ex__" not in vars(DTensor):
+        DTensor.__reduce_ex__ = _pickled  # type: ignore[method-assign]
+
+
+def _formatted(x: DTensor, how: str) -> str:
+    return format(x.item(), how) if how and x.ndim == 0 else object.__format__(x, how)
+
+
+def _pickled(x: DTensor, protocol: Any) -> Any:
+    if any(p.is_shard() for p in x.placements):
+        _warn_of_pieces()
+    return torch.Tensor.__reduce_ex__(x, protocol)
+
+
+@cache
+def _warn_of_pieces() -> None:
+    log.warning("torch.save (pickle) of a split DTensor writes this rank's piece alone: a file of one rank has not the whole weights. Save whole "
+                "tensors (get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on every rank, torch.save on the "
+                "first), or pieces with torch.distributed.checkpoint")

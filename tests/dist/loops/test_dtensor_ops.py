@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 import time
 from unittest.mock import patch
@@ -18,6 +19,7 @@ from autoshard import _torch
 from autoshard.errors import UsageError
 from autoshard.runtime.params import dtensor_ops
 from autoshard.runtime.params import told as telling
+from autoshard.runtime.params import whole as whole_tensors
 from tests.dist.harness import assert_near, on_ranks
 
 pytestmark = pytest.mark.dist
@@ -41,7 +43,7 @@ NUMBERS = {
         "unique": lambda p: torch.unique(p.trunc()).sum(), "counts of": lambda p: torch.bincount(p.long().abs().flatten()).max(),
         "same": lambda p: torch.allclose(p, p + 1e-12) + 2 * torch.equal(p, p + 1), "sorted": lambda p: p.flatten().sort()[0][3],
         "histogram": lambda p: torch.histc(p, 7).square().sum(), "renormed": lambda p: p.renorm(2, 0, 0.5).sum(), "list": lambda p: sum(p.tolist()[0]),
-        "numpy": lambda p: p.numpy()[-1].sum(), "scan from the end": lambda p: (p.cumsum(-1).cos() + p.cumsum(-2).cos()).sum(),
+        "numpy": lambda p: p.numpy()[-1].sum(), "text": lambda p: f"{p.sum():.3f}", "scan from the end": lambda p: (p.cumsum(-1).cos() + p.cumsum(-2).cos()).sum(),
         "largest from the end": lambda p: p.argmax(-2).sum() + 10 * p.argmax(-1).sum(), "svd": lambda p: torch.linalg.svdvals(p)[1],
         "filled with a number of it": lambda p: p.clone().fill_(p.max()).sum(), "sigmoid of a sum": lambda p: p.sum(0).sigmoid_().sum(),
         "scan in place": lambda p: p.clone().T.cumsum_(0).cos().sum()}.items()},
@@ -207,6 +209,14 @@ def ranks_differ() -> None:
     for mixed in (lambda: own @ p.T, lambda: F.linear(own, p), lambda: whole[:2].clone().add_(own), lambda: own + whole[:2], lambda: whole[:2].copy_(own)):
         with pytest.raises(UsageError, match="ranks have different numbers in the plain tensor of .2, 6."):
             mixed()
+
+
+    told = []
+    with patch.object(whole_tensors.log, "warning", told.append):
+        for t in (whole, p, p):
+            torch.save({"p": t}, io.BytesIO())
+            assert bool(told) == (t is p)
+    assert len(told) == 1 and "this rank's piece alone" in told[0]
 
 
 def one_rank_is_late() -> None:
