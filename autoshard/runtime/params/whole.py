@@ -121,5 +121,5 @@ def _pickled(x: DTensor, protocol: Any) -> Any:
 @cache
 def _warn_of_pieces() -> None:
     log.warning("torch.save (pickle) of a split DTensor writes this rank's piece alone: a file of one rank has not the whole weights. Save whole "
-                "tensors (get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on every rank, torch.save on the "
-                "first), or pieces with torch.distributed.checkpoint")
+                "tensors (get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on every rank, torch.save "
+                "on the first), or pieces with torch.distributed.checkpoint")
