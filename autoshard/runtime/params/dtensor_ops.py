@@ -325,7 +325,7 @@ MENDED: dict[Run, tuple[Any, ...]] = {
     _added: (aten.add.Tensor, aten.sub.Tensor),
     _from_the_front: (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.select.int,
                       aten.select_backward.default),
-    _as_torch: (*slices.SLICES, *slices.writes(), *plain.PRODUCTS),
+    _as_torch: (*slices.SLICES, *slices.writes(), *plain.PRODUCTS, *plain.POINTWISE),
     apart: OPS,
     _squeezed: (aten.squeeze_.default, aten.squeeze_.dim, aten.squeeze_.dims, aten.unsqueeze_.default, aten.transpose_.default, aten.t_.default),
 }

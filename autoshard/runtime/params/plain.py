@@ -20,6 +20,11 @@ from autoshard.runtime.ranks.same_inputs import is_due
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.mv.default)
 """Ops that a rank's own part of a batch fits into: nothing says how many rows the whole has."""
+POINTWISE = (aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Tensor, aten.where.self, aten.maximum.default, aten.minimum.default, aten.lerp.Tensor,
+             aten.lerp.Scalar, aten.addcmul.default, aten.addcdiv.default, aten.masked_fill.Scalar, aten.eq.Tensor, aten.ne.Tensor, aten.lt.Tensor,
+             aten.le.Tensor, aten.gt.Tensor, aten.ge.Tensor, aten.logical_and.default, aten.logical_or.default, aten.bitwise_and.Tensor,
+             aten.bitwise_or.Tensor)
+"""Ops into which noise or a mask goes."""
 NEAR = 1e-2
 """Of a tensor's norm. Machines may round otherwise than each other."""
 _calls: Counter[Any] = Counter()

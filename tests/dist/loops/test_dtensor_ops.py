@@ -206,7 +206,8 @@ def ranks_differ() -> None:
     whole, own = p.redistribute(placements=[Replicate()]), torch.rand(2, 6, generator=torch.Generator().manual_seed(torch.distributed.get_rank()))
     for _ in range(5):
         assert (torch.ones(3, 6) @ p.T).shape == (3, 8) and (p.add_(torch.rand(8, 6)) >= 1).all()  # each its own numbers into its own piece
-    for mixed in (lambda: own @ p.T, lambda: F.linear(own, p), lambda: whole[:2].clone().add_(own), lambda: own + whole[:2], lambda: whole[:2].copy_(own)):
+    for mixed in (lambda: own @ p.T, lambda: F.linear(own, p), lambda: whole[:2].clone().add_(own), lambda: own + whole[:2], lambda: whole[:2].copy_(own),
+                  lambda: p[:2] * own, lambda: torch.where(own > 0.5, p[:2], own), lambda: torch.lerp(p[:2], own, 0.5), lambda: p[:2] > own):
         with pytest.raises(UsageError, match="ranks have different numbers in the plain tensor of .2, 6."):
             mixed()
 
