@@ -49,16 +49,18 @@ def searched(problem: Problem, start: np.ndarray | None = None, **known: Any) ->
         return board.solution(), len(answers)
 
 
-@pytest.mark.parametrize("seed", [0, 2, 4, 5])
-def test_fewer_answers_and_the_same_bounds(seed: int) -> None:
-    problem = layered_problem(seed)
-    best, few = solve(problem, backend="milp"), with_fewer(problem, seed)
-    near, _ = searched(few)
-    alone, answers = searched(problem)
-    told, fewer = searched(problem, near.choice, seen=seen(few, near.near))
-    for found in (alone, told):
-        assert found.bound <= best.cost * (1 + 1e-9) and best.cost <= found.cost * (1 + 1e-9) and found.gap <= 0.02
-    assert fewer < answers
+def test_fewer_answers_and_bounds_that_hold() -> None:
+    took = np.zeros(2, int)
+    for seed in range(6):
+        problem = layered_problem(seed)
+        best, few = solve(problem, backend="milp"), with_fewer(problem, seed)
+        near, _ = searched(few)
+        alone, answers = searched(problem)
+        told, fewer = searched(problem, near.choice, seen=seen(few, near.near))
+        for found in (alone, told):
+            assert found.bound <= best.cost * (1 + 1e-9) and best.cost <= found.cost * (1 + 1e-9) and found.gap <= 0.02
+        took += answers, fewer
+    assert took[1] < took[0], took
 
 
 def test_their_planes_are_those_of_choices() -> None:

@@ -73,8 +73,9 @@ def search_prices(board: Board, core: Core, planes: list[Plane], seed: int, like
         elif _promises_more(best, promised, max(little, 2 * WHOLE if begun else gain)) and (new := _not_asked(prices, best, asked)) is not None:
             worth = little + LOOSE * (promised - best.bound) / max(abs(best.bound), 1e-300)
             priced = solve_priced(board, core, new, seed, worth, rough, largest, around=around, order=order, beaten=best.bound)
-        elif not begun and (tightened := _tightened(board, core, best, seed)) is not best:
-            priced = best = tightened  # other prices may promise more than they can show: first see what these can
+        elif best.loose and not begun and best.value - best.bound > board.enough / 4 * abs(best.bound):
+            # other prices may promise more than they can show: first see what these can
+            priced = best = tighten(board, core, best, seed)
         else:
             break
         largest, around = priced.largest, priced.around
@@ -112,16 +113,15 @@ def search_large_prices(board: Board, core: Core, planes: list[Plane], seed: int
                         rough: float, known: float = math.inf) -> tuple[Priced | None, list[Plane], list[np.ndarray]]:
     """As `search_prices`, where an answer takes long: most prices are asked only of what is cheap at the first two, a tenth of the time, and
     the last of them of the whole, for its bound. Where `planes` promise no more than the cost `known`, of a choice whose layers may differ, the
-    whole is asked at their prices alone, and what is cheap there for choices to mix."""
+    best of their prices is the first, and the only one of these two."""
     told = bool(planes) and next_prices(core, planes)[1] <= known + SETTLED * abs(known) < math.inf
-    close = (board.enough / LITTLE, rough) if told else (LOOSELY, LOOSELY_PAIRED)
     first: list[Priced] = []
     found: list[np.ndarray] = []
     for _ in range(1 if told else 2):
         prices, promised = next_prices(core, planes) if planes else (_first_prices(core), math.inf)
         if first and not _promises_more(first[0], promised):
             break
-        first.append(solve_priced(board, core, prices, seed, *close))
+        first.append(solve_priced(board, core, prices, seed, LOOSELY, LOOSELY_PAIRED))
         board.raise_bound(first[-1].bound, "row prices")
         if (choice := first[-1].choice) is None:
             return first[-1], planes, found
@@ -139,16 +139,9 @@ def search_large_prices(board: Board, core: Core, planes: list[Plane], seed: int
         board.report("no cheap choice fits")  # says nothing about others
     for choice in found[len(first):]:
         board.offer(choice, "row prices")
-    if told:
-        return _tightened(board, core, first[0], seed), planes, found
     alike = Alike(like.choice) if like is not None and like.choice is not None else None
-    best, planes, more = search_prices(board, core, planes, seed, like, rough, alike, SETTLED, gain=SETTLED)
+    best, planes, more = search_prices(board, core, planes, seed, like, rough, alike, SETTLED, gain=2 * WHOLE if told else SETTLED)
     return best, planes, [*found, *more]
-
-
-def _tightened(board: Board, core: Core, best: Priced, seed: int) -> Priced:
-    """`best`, as close as the search may end, where more can be had at its prices."""
-    return tighten(board, core, best, seed) if best.loose and best.value - best.bound > board.enough / 4 * abs(best.bound) else best
 
 
 def _cheap(board: Board, core: Core, answers: list[Priced]) -> Core:
