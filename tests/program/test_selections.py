@@ -7,13 +7,15 @@ from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard.errors import TraceError
+from autoshard.program.interpret import run
+from autoshard.program.trace import trace
 
 
 class Selects(nn.Module):
     def __init__(self, body) -> None:
         super().__init__()
         self.body, self.a, self.norm, self.b = body, nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 5)
-        self.table, self.w = nn.Embedding(9, 5), nn.Parameter(torch.rand(5) + 0.5)
+        self.table, self.counts, self.w = nn.Embedding(9, 5), nn.Embedding(9, 5, scale_grad_by_freq=True), nn.Parameter(torch.rand(5) + 0.5)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor):
         return self.body(self, x, y)
@@ -77,7 +79,33 @@ def recomputed(m, x, y):
     return checkpoint(part, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("body", [classes, losses_of_rows, elementwise_losses, sums, only_finite_inside, puts_back, updates, recomputed])
+def updates_with_options(m, x, y):
+    h = m.b(m.a(x))
+    rows, floors = h[y > 1], h.detach()[y > 1]
+    rows.add_(m.w, alpha=3)
+    floors.div_(0.3, rounding_mode="floor")
+    return rows.square().mean() + (floors.sum(0) * m.w).sum()
+
+
+def weighted_means(m, x, y):
+    h, t, known = m.b(m.a(x)), m.table(y), y > 1
+    weights = h.detach().abs()
+    return sum(f(h[known], t[known], weight=weights[known]) for f in (F.mse_loss, F.l1_loss, F.huber_loss)) + F.l1_loss(h, t, weight=weights)
+
+
+def zeros_left_out(m, x, y):
+    rows = y[y > 1].unsqueeze(-1)
+    return (m.w / rows).sum() + (rows ** -m.w).sum()
+
+
+def dims_by_place(m, x, y):
+    rows = m.b(m.a(x))[y > 1]
+    return (rows / rows.exp().sum(-1, True)).mean() + rows.softmax(1, torch.float64).square().mean()
+
+
+@pytest.mark.parametrize("body", [
+    classes, losses_of_rows, elementwise_losses, sums, only_finite_inside, puts_back, updates, recomputed, updates_with_options, weighted_means,
+    zeros_left_out, dims_by_place])
 def test_computed_everywhere(body):
     inputs = torch.randn(4, 5, 6), torch.randint(0, 5, (4, 5))
     report = autoshard.verify(Selects(body), "d=2", inputs, plans=("split", "random:1"))
@@ -117,9 +145,25 @@ def shared_memory(m, x, y):
     return m.a(x).sum() + same.sum()
 
 
+def added_to_each(m, x, y):
+    rows = (m.w[:, None] * m.w)[m.w > 1]
+    rows += m.w[m.w > 1]  # a number for each column, which computed everywhere are rows too
+    return rows.sum()
+
+
 @pytest.mark.parametrize("body", [
-    counts, two_masks, joined, shared_memory, lambda m, x, y: m.a(x)[y > 1], lambda m, x, y: Scaled.apply(x[y > 1], m.w[0]).mean(),
+    counts, two_masks, joined, shared_memory, added_to_each, lambda m, x, y: m.counts(y[y > 1]).sum(),
+    lambda m, x, y: F.layer_norm(m.b(m.a(x))[y > 1], (5,), m.w, eps=0.0).sum(), lambda m, x, y: torch.softmax(input=m.a(x)[y > 1], dim=-1).sum(), lambda m, x, y: m.a(x)[y > 1], lambda m, x, y: Scaled.apply(x[y > 1], m.w[0]).mean(),
     lambda m, x, y: m.a(x)[y > 1][0].sum(), lambda m, x, y: m.w.to(m.b(m.a(x))[y > 1]).sum(), lambda m, x, y: m.a(x)[y > 1, y[0, 0]].sum(), lambda m, x, y: m.a(x)[y > 1][:, y[0]].sum(), lambda m, x, y: F.dropout(m.a(x)[y > 1]).sum(), lambda m, x, y: (m.b(m.a(x))[y > 1] * m.table(y)[0]).sum()])
 def test_rows_themselves_are_data(body):
     with pytest.raises(TraceError, match="selection whose length depends on data.*\n  at .*test_selections.py:"):
         autoshard.plan(Selects(body), "d=2", (torch.randn(4, 5, 6), torch.randint(0, 5, (4, 5))))
+
+
+def test_means_of_halves():
+    """The sum and the count are larger than a half can be."""
+    model = Selects(lambda m, x, y: (m.w.sum() * 10 + x)[y > 0].mean()).half()
+    x, y = torch.rand(300, 300).half() + 1, torch.randint(0, 5, (300, 300))
+    traced = trace(model, (x, y))
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    torch.testing.assert_close(run(traced, state, (x, y)).users[0], model(x, y), rtol=2e-3, atol=0)

@@ -42,6 +42,8 @@ DIM = {func: place for names, place in (("softmax log_softmax sum mean argmax am
 MEANS, GROWS = _named("mean"), _named("unsqueeze")
 TOTALS = MEANS | _named("sum")
 BY_CLASS = (F.cross_entropy, F.nll_loss)
+BY_WEIGHT = (F.mse_loss, F.l1_loss)
+"""Their mean is one of weights."""
 LOSSES = (*BY_CLASS, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div)
 FACTS = frozenset(getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "layout")) | _named(
     "is_floating_point is_complex", Tensor, torch)
@@ -149,17 +151,18 @@ class Selections(TorchFunctionMode):
             return self._written(*args)
         if func in LOSSES:
             return _loss(func, args, kwargs)
-        if args[0] is first and len(found) == 1 and _is_by_row(func, first.dims_of(), args, kwargs):
+        alone = bool(args) and args[0] is first and len(found) == 1
+        if alone and _is_by_row(func, first.dims_of(), args, kwargs):
             return first.of_same(func(first.everywhere, *args[1:], **kwargs))
-        if func is Tensor.__getitem__ and args[0] is first and (index := _of_each_row(args[1], first)) is not None:
+        if func is Tensor.__getitem__ and alone and (index := _of_each_row(args[1], first)) is not None:
             return first.of_same(first.everywhere[index])
         if func in UPDATES:
-            return _updated(UPDATES[func], *args)
+            return _updated(UPDATES[func], args, kwargs)
         if func in EACH and len({s.dims_of() for s in found}) == 1 and _broadcasts(args, kwargs, first.dims_of()):
-            result = func(*_everywhere(args), **dict(zip(kwargs, _everywhere(kwargs.values()), strict=True)))
+            result = _each(func, args, kwargs)
             of_rows = isinstance(result, Tensor) and result.ndim == first.everywhere.ndim  # not what only took a dtype, as in w.to(x[mask])
             return first.of_same(result) if of_rows else NotImplemented
-        return _along(func, first, args, kwargs) if func in DIM and args[0] is first and len(found) == 1 else NotImplemented
+        return _along(func, first, args, kwargs) if func in DIM and alone else NotImplemented
 
     def _written(self, x: Tensor, index: Any, value: Any) -> Any:
         """`x[mask] = value`."""
@@ -222,11 +225,12 @@ def _of_each_row(index: Any, x: Selection) -> tuple[Any, ...] | None:
 
 
 def _is_by_row(func: Any, dims: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a row of the result is made of one row of `dims` dims. (A table whose rows are normed as they are read is written.)"""
-    if func in NORMS:
-        return len(args[1]) <= dims
+    """Whether a row of the result is made of one row of `dims` dims. (A table whose rows are normed as they are
+    read is written; one may count how often a row is read, or which rows are.)"""
+    if func in NORMS:  # ones have no variance to divide by
+        return len(args[1]) <= dims and kwargs.get("eps") != 0
     if func is F.embedding:
-        return kwargs.get("max_norm") is None
+        return kwargs.get("max_norm") is None and not kwargs.get("scale_grad_by_freq") and not kwargs.get("sparse")
     return dims > 0 and (func is F.linear or func in PRODUCTS and args[1].ndim == 2)
 
 
@@ -235,10 +239,12 @@ def _along(func: Any, x: Selection, args: Sequence[Any], kwargs: Mapping[str, An
     place = DIM[func]
     default = 1 if func is F.normalize else None
     dim = kwargs.get("dim", args[place] if len(args) > place else default)
-    others = (*args[1:place], *args[place + 1:])
     if isinstance(dim, int) and (dim > 0 or 0 < -dim <= x.dims_of() + (func in GROWS)):
-        return x.of_same(func(x.everywhere, *others, **{**kwargs, "dim": dim if dim < 0 else dim + x.left_out.ndim - 1}))
-    if func in TOTALS and dim in (None, 0) and not others and kwargs.keys() <= {"dim"}:
+        at = dim if dim < 0 else dim + x.left_out.ndim - 1
+        if len(args) > place:
+            return x.of_same(func(x.everywhere, *args[1:place], at, *args[place + 1:], **kwargs))
+        return x.of_same(func(x.everywhere, *args[1:], **{**kwargs, "dim": at}))
+    if func in TOTALS and dim in (None, 0) and len(args) <= place + 1 and kwargs.keys() <= {"dim"}:
         return _total(x, func in MEANS, None if dim is None else range(x.left_out.ndim))
     return NotImplemented
 
@@ -249,11 +255,20 @@ def _broadcasts(args: Sequence[Any], kwargs: Mapping[str, Any], dims: int) -> bo
     return all(t.ndim <= dims for t in others)
 
 
-def _updated(func: Callable[..., Tensor], x: Any, other: Any) -> Any:
+def _each(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """With ones in all that is left out: to divide by zeros of integers gives weights gradients that are not finite."""
+    def given(value: Any) -> Any:
+        return value.filled(value.everywhere, 1) if isinstance(value, Selection) else value
+
+    return func(*map(given, args), **{name: given(value) for name, value in kwargs.items()})
+
+
+def _updated(func: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`x[mask] += other`, of rows that nothing else has."""
-    if not isinstance(x, Selection) or not x.is_new or not _broadcasts((x, other), {}, x.dims_of()):
+    x, dims = args[0], {s.dims_of() for s in _selections(args, kwargs)}
+    if not isinstance(x, Selection) or not x.is_new or len(dims) > 1 or not _broadcasts(args, kwargs, x.dims_of()):
         return NotImplemented
-    result = func(*_everywhere((x, other)))
+    result = _each(func, args, kwargs)
     if result.dtype != x.everywhere.dtype or result.shape != x.everywhere.shape:
         return NotImplemented
     x.everywhere = x.of_same(result).everywhere
@@ -263,28 +278,33 @@ def _updated(func: Callable[..., Tensor], x: Any, other: Any) -> Any:
 def _total(x: Selection, is_mean: bool, dims: Iterable[int] | None) -> Tensor:
     """Over all rows, and over all of their elements where no `dims` are given."""
     value = x.filled(x.everywhere, 0)
-    total = value.sum() if dims is None else value.sum(tuple(dims))
     if not is_mean:
-        return total
+        return value.sum() if dims is None else value.sum(tuple(dims))
     counted = ~(x.left_out if dims is not None else x.places(value).expand_as(value))
-    return total / counted.sum()
+    wide = torch.promote_types(value.dtype, torch.float32)  # a sum and a count may be too large for a half, which their quotient is not
+    total = value.sum(dtype=wide) if dims is None else value.sum(tuple(dims), dtype=wide)
+    return (total / counted.sum()).to(value.dtype)
 
 
-def _loss(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _loss(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Of rows of an input and of a target."""
     if len(args) != 2 or not all(isinstance(a, Selection) for a in args) or any(kwargs.get(k) is not None for k in ("size_average", "reduce")):
         return NotImplemented
-    given, target, reduction = *args, kwargs.pop("reduction", "mean")
+    given, target, reduction = *args, kwargs.get("reduction", "mean")
     if func in BY_CLASS:
         if _selections((), kwargs) or given.dims_of() != 1 or target.dims_of() != 0 or target.everywhere.is_floating_point():
             return NotImplemented
+        options = {name: value for name, value in kwargs.items() if name != "reduction"}
         classes = target.filled(target.everywhere, kwargs.get("ignore_index", -100)).flatten()
-        loss = func(given.everywhere.flatten(0, -2), classes, reduction=reduction, **kwargs)
+        loss = func(given.everywhere.flatten(0, -2), classes, reduction=reduction, **options)
         return given.of_same(loss.view(given.left_out.shape)) if reduction == "none" else loss
     if given.everywhere.shape != target.everywhere.shape or not _broadcasts((), kwargs, given.dims_of()):
         return NotImplemented
-    options = dict(zip(kwargs, _everywhere(kwargs.values()), strict=True))
-    each = given.of_same(func(*_everywhere(args), reduction="none", **options))
+    weight = kwargs.get("weight")
+    options = {**dict(zip(kwargs, _everywhere(kwargs.values()), strict=True)), "reduction": "none"}
+    each = given.of_same(func(*_everywhere(args), **options))
+    if func in BY_WEIGHT and weight is not None and reduction == "mean":
+        return _total(each, False, None) / _total(weight, False, None)
     if reduction == "batchmean":
         return _total(each, False, None) / (~each.left_out).sum()
     return each if reduction == "none" else _total(each, reduction == "mean", None)

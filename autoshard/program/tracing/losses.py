@@ -2,6 +2,7 @@
 
 `multilabel_margin_loss`: a trace that asks torch for its own formula gets one (of torch 2.13) that also counts a margin for every place behind the
 last label, which the kernel does not. `gaussian_nll_loss`: looks at the data of its variances, which becomes a check of the program.
+`l1_loss`: torch 2.13 hands it to modes without its weight.
 """
 from __future__ import annotations
 
@@ -25,7 +26,19 @@ class Losses(TorchFunctionMode):
 
     def __init__(self, note: Callable[[Tensor, str], None]) -> None:
         super().__init__()
-        self.note = note
+        self.note, self.hand_over = note, F.handle_torch_function
+
+    def __enter__(self) -> Losses:
+        F.handle_torch_function = self._with_weight
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        F.handle_torch_function = self.hand_over
+        super().__exit__(*error)
+
+    def _with_weight(self, func: Any, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        more = {"weight": tensors[2]} if func is F.l1_loss else {}
+        return self.hand_over(func, tensors, *args, **kwargs, **({} if "weight" in kwargs else more))
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
