@@ -103,9 +103,19 @@ def dims_by_place(m, x, y):
     return (rows / rows.exp().sum(-1, True)).mean() + rows.softmax(1, torch.float64).square().mean()
 
 
+def computed_twice(m, x, y):
+    def mask(h):
+        for _ in range(40):  # what is read twice is compared once
+            h = h * h.sigmoid()
+        return h > 0
+
+    h = m.a(x)
+    return (h[mask(h)] * h.detach()[mask(h)]).sum()
+
+
 @pytest.mark.parametrize("body", [
     classes, losses_of_rows, elementwise_losses, sums, only_finite_inside, puts_back, updates, recomputed, updates_with_options, weighted_means,
-    zeros_left_out, dims_by_place])
+    zeros_left_out, dims_by_place, computed_twice])
 def test_computed_everywhere(body):
     inputs = torch.randn(4, 5, 6), torch.randint(0, 5, (4, 5))
     report = autoshard.verify(Selects(body), "d=2", inputs, plans=("split", "random:1"))

@@ -195,12 +195,22 @@ def _everywhere(values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _are_equal(a: Any, b: Any, ops: Mapping[str, Op]) -> bool:
-    if a == b or not (isinstance(a, Ref) and isinstance(b, Ref)):
-        return bool(type(a) is type(b)) and (a == b if not isinstance(a, tuple) else
-                                             len(a) == len(b) and all(_are_equal(x, y, ops) for x, y in zip(a, b, strict=True)))
-    one, other = ops[a.op], ops[b.op]
-    same = one.kind == other.kind == "call" and one.target == other.target and a.index == b.index and not is_random(one.target)
-    return same and _are_equal(one.args, other.args, ops) and _are_equal(one.kwargs, other.kwargs, ops)
+    todo, compared = [(a, b)], set()
+    while todo:
+        a, b = todo.pop()
+        if a == b:
+            continue
+        if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+            todo += zip(a, b, strict=True)
+        elif not (isinstance(a, Ref) and isinstance(b, Ref)):
+            return False
+        elif (a, b) not in compared:  # once, since ops share what they read
+            compared.add((a, b))
+            one, other = ops[a.op], ops[b.op]
+            if not (one.kind == other.kind == "call" and one.target == other.target and a.index == b.index) or is_random(one.target):
+                return False
+            todo += ((one.args, other.args), (one.kwargs, other.kwargs))
+    return True
 
 
 def _selections(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Selection]:
