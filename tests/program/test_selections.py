@@ -17,6 +17,8 @@ class Selects(nn.Module):
         self.body, self.a, self.norm, self.b = body, nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 5)
         self.table, self.counts, self.w = nn.Embedding(9, 5), nn.Embedding(9, 5, scale_grad_by_freq=True), nn.Parameter(torch.rand(5) + 0.5)
 
+        self.register_buffer("kept", torch.zeros(6))
+
     def forward(self, x: torch.Tensor, y: torch.Tensor):
         return self.body(self, x, y)
 
@@ -177,3 +179,12 @@ def test_means_of_halves():
     traced = trace(model, (x, y))
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     torch.testing.assert_close(run(traced, state, (x, y)).users[0], model(x, y), rtol=2e-3, atol=0)
+
+
+def test_rows_as_a_buffer():
+    def body(m, x, y):
+        m.kept = x[y > 1]
+        return m.a(x).sum()
+
+    with pytest.raises(TraceError, match="(?s)selection whose length depends on data.*changes the shape of buffer 'kept'"):
+        trace(Selects(body), (torch.randn(4, 5, 6), torch.randint(2, 5, (4, 5))))

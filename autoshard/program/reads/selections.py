@@ -182,7 +182,7 @@ def as_rows(value: Any) -> Any:
 
 
 def returned(value: Any) -> Any:
-    """What a model returns: the error names the line that selects, since none of the user's code runs any more."""
+    """What a model returns, or makes its buffer: the error names the line that selects, since none of the user's code runs any more."""
     found = next((v for v in _torch.pytree.tree_leaves(value) if isinstance(v, Selection)), None)
     try:
         return value if found is None else as_rows(value)

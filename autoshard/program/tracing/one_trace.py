@@ -268,7 +268,7 @@ class OneTrace:
             if self.assigned.is_written(self.stored[name]):
                 self.tape.refuse(f"the model writes into its parameter {name!r} in place; make it a buffer")
         for name in self.buffers:
-            stored, now = self.stored[name], twin.get_buffer(name)
+            stored, now = self.stored[name], returned(twin.get_buffer(name))
             if now is not self.placed[name] or self.assigned.is_written(now):
                 if now.shape != stored.shape:
                     self.tape.refuse(f"the model changes the shape of buffer {name!r} from {tuple(stored.shape)} to "
