@@ -44,7 +44,7 @@ TOTALS = MEANS | _named("sum")
 BY_CLASS = (F.cross_entropy, F.nll_loss)
 BY_WEIGHT = (F.mse_loss, F.l1_loss)
 """Their mean is one of weights."""
-LOSSES = (*BY_CLASS, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div)
+LOSSES = (*BY_CLASS, *BY_WEIGHT, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div)
 FACTS = frozenset(getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "layout")) | _named(
     "is_floating_point is_complex", Tensor, torch)
 SELECTS = (Tensor.masked_select, torch.masked_select)

@@ -37,8 +37,9 @@ class Losses(TorchFunctionMode):
         super().__exit__(*error)
 
     def _with_weight(self, func: Any, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        more = {"weight": tensors[2]} if func is F.l1_loss else {}
-        return self.hand_over(func, tensors, *args, **kwargs, **({} if "weight" in kwargs else more))
+        if func is F.l1_loss:
+            kwargs.setdefault("weight", tensors[2])
+        return self.hand_over(func, tensors, *args, **kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}

@@ -89,7 +89,7 @@ def mend(op: Any, run: Run) -> None:
         if result is NotImplemented:
             result = by_torch(args, kwargs)
         if op in whole.READ_ONCE:
-            return whole.added_up(result)
+            return whole.picks_added_up(result)
         if op in slices.SLICES:
             slices.remember(op, args, kwargs, result)
         elif writes:
@@ -227,7 +227,7 @@ def _added(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shares = [a for a in args if isinstance(a, DTensor) and any(p.is_partial() for p in a.placements)]
     if len(shares) != 1 or any(a is not shares[0] and isinstance(a, torch.Tensor) and a.dtype.is_floating_point for a in args):
         return NotImplemented
-    added = shares[0].redistribute(placements=[Replicate() if p.is_partial() else p for p in shares[0].placements])
+    added = whole.added_up(shares[0])
     return op(*(added if a is shares[0] else a for a in args), **kwargs)
 
 
@@ -237,7 +237,7 @@ def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     linear = op in LINEAR or op in ADDS and x.is_floating_point() and isinstance(others[0], DTensor) and others[0].placements == x.placements
     if all(not p.is_partial() or linear and p in (Partial(), Partial("avg")) for p in x.placements):
         return NotImplemented
-    added = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+    added = whole.added_up(x)
     return _put(x, op(added, *others, **kwargs))
 
 
@@ -247,8 +247,7 @@ def _joined(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     norms = [isinstance(t, DTensor) and any(p.is_partial() and type(p) is not Partial for p in t.placements) for t in parts]
     if not any(norms):
         return NotImplemented
-    return op([t.redistribute(placements=[Replicate() if p.is_partial() else p for p in t.placements]) if norm else t
-               for t, norm in zip(parts, norms, strict=True)], *dim, **kwargs)
+    return op([whole.added_up(t) if norm else t for t, norm in zip(parts, norms, strict=True)], *dim, **kwargs)
 
 
 def _copied(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

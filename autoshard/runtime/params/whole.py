@@ -90,11 +90,14 @@ def split_once(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return op(x.redistribute(placements=[Replicate() if i in axes else p for i, p in enumerate(x.placements)]), *rest, **kwargs)
 
 
-def added_up(t: Any) -> Any:
-    """What ids pick, whole: torch's sum that is not added up yet forgets, when it is read first, which rows it has."""
-    if not any(hasattr(p, "mask_buffer") for p in t.placements):
-        return t
+def added_up(t: DTensor) -> DTensor:
+    """Where it is a sum over ranks, every rank has the sum."""
     return t.redistribute(placements=[Replicate() if p.is_partial() else p for p in t.placements])
+
+
+def picks_added_up(t: Any) -> Any:
+    """What ids pick, whole: torch's sum that is not added up yet forgets, when it is read first, which rows it has."""
+    return added_up(t) if any(hasattr(p, "mask_buffer") for p in t.placements) else t
 
 
 def give_lists() -> None:

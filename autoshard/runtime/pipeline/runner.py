@@ -128,7 +128,7 @@ class Runner:
         value = run.outbox.pop((turn.value, turn.microbatch))
         if turn.other == HERE:
             is_part = value.untyped_storage().nbytes() > value.nbytes  # and would keep the whole tensor; off a wire nothing does
-            run.local[turn.value, turn.microbatch] = value.contiguous().clone() if is_part else value.contiguous()
+            run.local[turn.value, turn.microbatch] = value.clone(memory_format=torch.contiguous_format) if is_part else value.contiguous()
         else:
             self.wires.send(self._message(self.programs[turn.stage].stage.sent(f"send:{turn.value}"), turn.microbatch), value)
 

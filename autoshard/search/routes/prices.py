@@ -8,7 +8,7 @@ from ortools.math_opt.python import mathopt
 
 from autoshard.search.board import MARGIN, Board
 from autoshard.search.dual.copies import Alike
-from autoshard.search.problem import Seen, row_loads
+from autoshard.search.problem import Seen, row_loads, seen
 from autoshard.search.reductions import Infeasible, reduce_core
 from autoshard.search.reductions.core import Core, stored_entries, table_entries
 from autoshard.search.routes.bucket_elimination import Elimination
@@ -202,12 +202,13 @@ def scaled(planes: list[Plane], factor: float) -> list[Plane]:
 
 def planes_of(board: Board, core: Core) -> list[Plane]:
     """What choices near an optimum of a similar problem say about prices."""
-    return [plane(board, core, np.zeros(len(core.limit)), choice) for choice in board.near] + [_plane_of(board, core, each) for each in board.seen]
+    return [_plane_of(board, core, each) for each in (*seen(board.problem, board.near), *board.seen)]
 
 
-def _plane_of(board: Board, core: Core, seen: Seen) -> Plane:
-    excess = seen.loads - board.problem.row_limit
-    return np.zeros(len(core.limit)), seen.cost + float(np.dot(always_paid(board, core), excess)), np.where(core.price > 0, excess, 0.0)
+def _plane_of(board: Board, core: Core, choice: Seen) -> Plane:
+    """As `plane`, at prices of zero."""
+    excess = choice.loads - board.problem.row_limit
+    return np.zeros(len(core.limit)), choice.cost + float(np.dot(always_paid(board, core), excess)), np.where(core.price > 0, excess, 0.0)
 
 
 def plane(board: Board, core: Core, prices: np.ndarray, choice: np.ndarray) -> Plane:

@@ -210,8 +210,6 @@ def ranks_differ() -> None:
                   lambda: p[:2] * own, lambda: torch.where(own > 0.5, p[:2], own), lambda: torch.lerp(p[:2], own, 0.5), lambda: p[:2] > own):
         with pytest.raises(UsageError, match="ranks have different numbers in the plain tensor of .2, 6."):
             mixed()
-
-
     told = []
     with patch.object(whole_tensors.log, "warning", told.append):
         for t in (whole, p, p):
