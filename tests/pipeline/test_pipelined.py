@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cut_models import subject
 from torch import nn
 
 import autoshard
@@ -13,6 +12,7 @@ from autoshard.errors import InfeasibleError, MeshError, UsageError
 from autoshard.pipeline.microbatches import batch
 from autoshard.pipeline.pipelined import pipelined_as, stage_plan
 from autoshard.runtime.check_plan import check_fits
+from tests.pipeline.cut_models import subject
 
 
 def plan_of(name: str = "gpt", mesh: str = "pp=2,dp=2", **options) -> Plan:

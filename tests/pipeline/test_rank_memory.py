@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cut_models import subject
 from mail import Mail
 from pipeline_ranks import loss_of, on_threads, ranks_of
 from torch import nn
@@ -21,6 +20,7 @@ from autoshard.play.in_flight import Keeping, beside
 from autoshard.runtime.pipeline.runner import Run, Runner
 from autoshard.runtime.pipeline.wires import Wires
 from tests.dist.live_bytes import LiveBytes
+from tests.pipeline.cut_models import subject
 
 SCALARS = 64
 """Bytes of the loss on its way to other ranks, its weight and the tangent, which the plan counts in part."""

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cut_models import MODELS
 
 from autoshard import Pipeline
 from autoshard.base.graph import FORWARD, Op
@@ -34,6 +33,7 @@ from autoshard.recompute.undecided import decided, first_run, open_table
 from autoshard.search import solve
 from autoshard.search.problem import Problem, evaluate, row_loads
 from autoshard.space.cost_table import CostTable, Training
+from tests.pipeline.cut_models import MODELS
 
 OPTIONS = Options(cluster="h100-dgx")
 FOUR = Pipeline(microbatches=4)

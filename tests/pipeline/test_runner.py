@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cut_models import MODELS, even_cuts, subject
 from pipeline_ranks import Threads, gradients, ranks_of, train
 from torch import nn
 from torch.nn import functional as F
@@ -14,6 +13,7 @@ from torch.nn import functional as F
 from autoshard import Pipeline
 from autoshard.base.mesh import parse_mesh
 from autoshard.runtime.pipeline.wires import Message
+from tests.pipeline.cut_models import MODELS, even_cuts, subject
 
 TOLERANCE = 1e-10  # key biases have gradients that are zero in exact arithmetic: 2e-12 of them is rounding
 

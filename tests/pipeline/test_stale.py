@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import stale_reference
 import torch
-from cut_models import SEQ, subject
 from pipeline_ranks import on_threads, ranks_of
 
 import autoshard
@@ -18,6 +17,7 @@ from autoshard.pipeline import schedules
 from autoshard.runtime.pipeline.stale import StaleRank, made_by
 from autoshard.runtime.pipeline.stash import Stash
 from models import llama, mlp
+from tests.pipeline.cut_models import SEQ, subject
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)

@@ -4,7 +4,6 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from cut_models import subject
 from pipeline_ranks import Threads, ranks_of, train
 
 import autoshard
@@ -16,6 +15,7 @@ from autoshard.pipeline.pipelined import stage_plan
 from autoshard.pipeline.playback import once_of, playback_of
 from autoshard.report.what import step_time
 from autoshard.rules.family import Family
+from tests.pipeline.cut_models import subject
 
 
 def plan_of(name: str, mesh: str = "pp=2,dp=2", **options) -> Plan:

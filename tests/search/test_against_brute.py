@@ -7,12 +7,12 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from random_problems import EXACT, answer, disagreement, layered_problem, random_problem
 
 from autoshard.search import BACKENDS, solve
 from autoshard.search.dual.copies import Alike
 from autoshard.search.dual.dual import Dual
 from autoshard.search.problem import Edge, Problem
+from tests.search.random_problems import EXACT, answer, disagreement, layered_problem, random_problem
 
 BEGIN = Alike.begin
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_problems import random_problem
 
 from autoshard.search import Board, Clock, evaluate
 from autoshard.search.problem import priced_cost
@@ -17,6 +16,7 @@ from autoshard.search.reductions.core import build
 from autoshard.search.routes import bucket_elimination
 from autoshard.search.routes.bucket_elimination import Elimination
 from autoshard.search.routes.priced import solve_priced
+from tests.search.random_problems import random_problem
 
 many = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

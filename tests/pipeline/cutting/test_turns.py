@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import pytest
-from cut_models import subject
 
 from autoshard import Pipeline
 from autoshard.base.mesh import parse_mesh
@@ -21,6 +20,7 @@ from autoshard.pipeline.microbatches.batch import traced
 from autoshard.pipeline.pipelined import pipelined
 from autoshard.pipeline.schedules import make_schedule
 from autoshard.pipeline.turns import turns_of
+from tests.pipeline.cut_models import subject
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from random_problems import random_problem
 
 from autoshard.search import Board, Clock, Edge, Problem, evaluate, improve, solve
 from autoshard.search.problem import Items
 from autoshard.search.routes import neighbourhoods
+from tests.search.random_problems import random_problem
 
 
 def connected(seed: int) -> Problem | None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from small_nets import ROWS, Net, assert_same, both, classes, features, made
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,6 +15,7 @@ from autoshard.base.roles import Role
 from autoshard.errors import TraceError, UsageError
 from autoshard.pipeline.microbatches.batch import traced
 from models import bert, dlrm, gpt, llama, mlp, moe, t5, vit
+from tests.pipeline.small_nets import ROWS, Net, assert_same, both, classes, features, made
 
 
 def uneven() -> torch.Tensor:

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from contest_problems import contest_problem
-from random_problems import random_problem
 
 from autoshard.search import Board, Clock, Intervals, Problem, evaluate, solve
 from autoshard.search.contest.read import parse_problem
 from autoshard.search.dual.proof import Prover, confirm, exact_grid
 from autoshard.search.reductions.core import build
+from tests.search.contest_problems import contest_problem
+from tests.search.random_problems import random_problem
 
 
 def prover(problem: Problem) -> Prover:

@@ -5,7 +5,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-from random_problems import random_problem
 
 from autoshard.search.board import Board
 from autoshard.search.clock import Clock
@@ -14,6 +13,7 @@ from autoshard.search.reductions import Infeasible
 from autoshard.search.reductions.core import build
 from autoshard.search.routes.keeping import most_cost, steep_prices
 from autoshard.search.routes.prices import search_prices
+from tests.search.random_problems import random_problem
 
 
 def two_rows(limit: float) -> Problem:

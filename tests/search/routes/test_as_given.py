@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from random_problems import layered_problem, random_problem
 
 from autoshard.search import Clock, Edge, Items, Problem, prove, solve
 from autoshard.search.board import Board
 from autoshard.search.problem import Status
 from autoshard.search.routes import as_given, auto
+from tests.search.random_problems import layered_problem, random_problem
 
 
 def searched(problem: Problem, start: np.ndarray | None = None, enough: float = 0.0) -> Board:

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from random_problems import answer, disagreement, random_problem
 
 from autoshard.search import Clock, Edge, Problem, evaluate, solve
 from autoshard.search.board import MARGIN
@@ -13,6 +12,7 @@ from autoshard.search.reductions import reduce_core
 from autoshard.search.reductions.core import build
 from autoshard.search.reductions.joins import join_best
 from autoshard.search.routes import joining, priced
+from tests.search.random_problems import answer, disagreement, random_problem
 
 
 def tangled(seed: int, nodes: int = 8, strategies: int = 3) -> Problem:

@@ -1,11 +1,11 @@
 import pytest
-from cut_models import subject
 
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.errors import UsageError
 from autoshard.pipeline.cutting.blocks import Blocks
 from autoshard.pipeline.cutting.layout import layout_of, starts_of
 from autoshard.pipeline.cutting.pinned import allowed, check_pinned
+from tests.pipeline.cut_models import subject
 
 
 @pytest.fixture(scope="module")

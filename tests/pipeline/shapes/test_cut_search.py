@@ -4,7 +4,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cut_models import subject
 
 import autoshard
 from autoshard import Pipeline
@@ -20,6 +19,7 @@ from autoshard.pipeline.shapes.cut_search import TRIED, choices, search_cuts
 from autoshard.pipeline.shapes.price import StagePrice, chain_from
 from autoshard.pipeline.shapes.stage_prices import GraphPricer
 from models import gpt, llama, mlp
+from tests.pipeline.cut_models import subject
 
 CLUSTER = load_cluster("cpu-gloo")
 WIRE = CLUSTER.links_for(parse_mesh("pp=2"))[0]

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cut_models import MODELS, subject
 
 from autoshard.base.graph import BACKWARD, FORWARD, LATE, WEIGHT
 from autoshard.base.plan import RECOMPUTE_SUFFIX
@@ -17,6 +16,7 @@ from autoshard.pipeline.cutting.interpret import StagePlayer
 from autoshard.pipeline.cutting.split import split_backward
 from autoshard.pipeline.microbatches import batch
 from autoshard.recompute.rewrite import candidates, with_recompute
+from tests.pipeline.cut_models import MODELS, subject
 
 TOLERANCE = 1e-12
 

@@ -5,9 +5,9 @@ import itertools
 from dataclasses import replace
 
 import numpy as np
-from random_problems import random_problem
 
 from autoshard.search import Clock, Problem, evaluate, mix
+from tests.search.random_problems import random_problem
 
 
 def some(problem: Problem, count: int, seed: int) -> list[np.ndarray]:

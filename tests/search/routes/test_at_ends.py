@@ -4,12 +4,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from random_problems import random_problem
 
 from autoshard.search import Board, Clock, solve
 from autoshard.search.reductions import Infeasible
 from autoshard.search.reductions.core import build
 from autoshard.search.routes.plans import solve_at_ends
+from tests.search.random_problems import random_problem
 
 
 def test_what_is_solved_is_the_optimum_and_bounds_are_bounds():

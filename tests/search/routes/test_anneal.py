@@ -3,13 +3,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from contest_problems import contest_problem
 
 from autoshard.search import Board, Clock, Edge, Items, Problem, evaluate, solve
 from autoshard.search.contest.read import parse_problem
 from autoshard.search.reductions import reduce_core
 from autoshard.search.reductions.core import build
 from autoshard.search.routes.anneal import first_fitting, search_large
+from tests.search.contest_problems import contest_problem
 
 
 @pytest.mark.parametrize("tightness", [0.02, 0.2, 0.6])

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from random_problems import layered_problem, random_problem
 
 from autoshard.search import Edge, Items, Problem, evaluate, solve
 from autoshard.search.dual.factored import Sweeps, with_partners
 from autoshard.search.problem import Status
 from autoshard.search.reductions import Infeasible
+from tests.search.random_problems import layered_problem, random_problem
 
 
 def without_rows(problem: Problem) -> Problem:

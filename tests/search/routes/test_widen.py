@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from random_problems import random_problem
 
 from autoshard.search import Board, Clock, Edge, Problem, evaluate, solve
 from autoshard.search.problem import priced_cost
@@ -21,6 +20,7 @@ from autoshard.search.reductions.pairs import merge_pairs
 from autoshard.search.routes.plans import search_few_rows
 from autoshard.search.routes.priced import solve_priced
 from autoshard.search.tie import tied_core
+from tests.search.random_problems import random_problem
 
 many = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 row_prices = st.just(0.0) | st.floats(1e-6, 1.0)  # a price of 1e-200 orders choices by less than a float holds of their cost

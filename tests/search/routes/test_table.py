@@ -5,7 +5,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from random_problems import layered_problem
 
 from autoshard.base.memory import free_memory, give_back_memory
 from autoshard.errors import SearchSizeError
@@ -14,6 +13,7 @@ from autoshard.search.reductions import core as cores
 from autoshard.search.reductions.core import build, stored_entries
 from autoshard.search.reductions.table import Kinds, Table
 from autoshard.search.routes import plans, priced, prices
+from tests.search.random_problems import layered_problem
 
 SMALL = np.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
 ROWS, COLS = np.array([1, 0, 1, 1]), np.array([2, 2, 0])

@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from contest_problems import write_problem
 
 from autoshard.search import Status, evaluate
 from autoshard.search.contest.read import read_problem
+from tests.search.contest_problems import write_problem
 
 SOLVE = "import sys; from autoshard.search.contest.command import solve_command; sys.exit(solve_command(sys.argv[1], float(sys.argv[2]), output=sys.argv[3]))"
 WRITE = """

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from random_problems import random_problem
 
 from autoshard.search import Clock, Edge, Items, Problem, solve
 from autoshard.search.board import Board
 from autoshard.search.routes import at_prices, auto
 from autoshard.search.routes.at_prices import search_at_prices
+from tests.search.random_problems import random_problem
 
 
 def searched(problem: Problem) -> Board:

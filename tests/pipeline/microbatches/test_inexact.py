@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from small_nets import Net, assert_same, both, classes, features
 from torch.nn import functional as F
 
 from autoshard import Pipeline
 from autoshard.errors import UsageError
 from autoshard.pipeline.microbatches.batch import traced
 from models import resnet
+from tests.pipeline.small_nets import Net, assert_same, both, classes, features
 
 
 def contrast(x: torch.Tensor) -> torch.Tensor:

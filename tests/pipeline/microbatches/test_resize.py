@@ -1,11 +1,11 @@
 import pytest
 import torch
-from cut_models import MODELS, SEQ
 from torch import nn
 
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.pipeline.microbatches.batch import Batch
 from autoshard.pipeline.microbatches.resize import Between, Unlike
+from tests.pipeline.cut_models import MODELS, SEQ
 
 
 def batch_of(name, rows, **sizes):

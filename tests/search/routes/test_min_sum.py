@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from random_problems import random_problem
 
 from autoshard.search import Clock, Edge, Items, Problem, Status, evaluate, solve
 from autoshard.search.routes import min_sum
+from tests.search.random_problems import random_problem
 
 
 def without_rows(problem: Problem) -> Problem:

@@ -11,7 +11,7 @@ from autoshard.search.contest.read import read_problem
 from autoshard.search.reductions import reduce_core
 from autoshard.search.reductions.core import build
 
-FOLDER = Path(os.environ.get("IOPDDL", Path(__file__).parents[3] / "shared" / "iopddl"))
+FOLDER = Path(os.environ.get("IOPDDL", Path(__file__).parents[4] / "shared" / "iopddl"))
 
 
 def instance(name: str) -> Path:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_problems import random_problem
 
 from autoshard.search import Edge, Items, Problem, evaluate, solve
 from autoshard.search.reductions import Infeasible, _sweep, pairs, reduce_core
@@ -23,6 +22,7 @@ from autoshard.search.reductions.rows import drop_slack_rows, price_certain_rows
 from autoshard.search.reductions.separable import separate
 from autoshard.search.reductions.states import _told_apart_by_one, alike, merge_states
 from autoshard.search.reductions.table import Table
+from tests.search.random_problems import random_problem
 
 inf = np.inf
 

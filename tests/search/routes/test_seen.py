@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from random_problems import layered_problem
 
 from autoshard.search import solve
 from autoshard.search.board import Board
@@ -19,6 +18,7 @@ from autoshard.search.routes import plans, priced, prices
 from autoshard.search.routes.plans import search_few_rows
 from autoshard.search.routes.prices import planes_of
 from autoshard.search.tie import tied_core
+from tests.search.random_problems import layered_problem
 
 
 def with_fewer(problem: Problem, seed: int) -> Problem:
