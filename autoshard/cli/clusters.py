@@ -20,7 +20,7 @@ def clusters(context: typer.Context, as_json: JsonOption = False, quiet: QuietOp
     """List the cluster profiles plans are priced with, or show one."""
     if context.invoked_subcommand is not None:
         return
-    from autoshard.report.clusters import listed, show_all
+    from autoshard.report.commands.clusters import listed, show_all
 
     if as_json:
         _write(listed())
@@ -37,7 +37,7 @@ def clusters_show(
 ) -> None:
     """Every number of a profile, with its source. Quiet: only say whether it can be read."""
     from autoshard.cost.cluster import load_cluster
-    from autoshard.report.clusters import show_one
+    from autoshard.report.commands.clusters import show_one
 
     above, cluster = context.parent.params, load_cluster(name)
     if as_json or above["as_json"]:

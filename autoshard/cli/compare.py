@@ -45,13 +45,13 @@ def compare(request: Request,
     if html is not None:
         if found.chosen.plan is None:
             raise InfeasibleError(found.chosen.note)
-        from autoshard.report.html import write
+        from autoshard.report.page.html import write
 
         write(html, found.chosen.plan, found)
     if as_json:
         sys.stdout.write(json.dumps(found.to_dict(), indent=1, sort_keys=True) + "\n")
     elif not quiet:
-        from autoshard.report.compare import show
+        from autoshard.report.commands.compare import show
 
         show(found)
     end_with([found.chosen.note], quiet)

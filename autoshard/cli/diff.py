@@ -34,7 +34,7 @@ def diff(
     if as_json:
         sys.stdout.write(json.dumps(found.to_dict(), indent=1, sort_keys=True) + "\n")
     elif not quiet:
-        from autoshard.report.diff import show
+        from autoshard.report.commands.diff import show
 
         show(found, (str(a), str(b)))
     raise typer.Exit(0 if found.equal else DIFFERENT)

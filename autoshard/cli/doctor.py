@@ -55,6 +55,6 @@ def _print(found: tuple[Finding, ...], as_json: bool, quiet: bool) -> None:
         ok = all(f.state != "failed" for f in found)
         sys.stdout.write(json.dumps({"ok": ok, "findings": [asdict(f) for f in found]}, indent=1) + "\n")
     elif not quiet:
-        from autoshard.report.doctor import show
+        from autoshard.report.commands.doctor import show
 
         show(found)

@@ -60,7 +60,7 @@ def explain(request: Request,
     if as_json:
         sys.stdout.write(json.dumps(found.to_dict(), indent=1, sort_keys=True) + "\n")
     elif not quiet:
-        from autoshard.report.explain import show
+        from autoshard.report.commands.explain import show
 
         show(found)
     end_with(statuses, quiet)

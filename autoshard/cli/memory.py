@@ -50,7 +50,7 @@ def memory(request: Request,
     if as_json:
         sys.stdout.write(json.dumps([p.to_dict() for p in points], indent=1, sort_keys=True) + "\n")
     elif not quiet:
-        from autoshard.report.sweep import show
+        from autoshard.report.commands.sweep import show
 
         show(points)
     plans = [p.plan for p in points if p.plan is not None]

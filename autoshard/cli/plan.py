@@ -107,7 +107,7 @@ def _print_what_if(request: Request, asked: list[str], output: Path | None, as_j
     if as_json:
         sys.stdout.write(json.dumps(found.to_dict(), indent=1, sort_keys=True) + "\n")
     elif not quiet:
-        from autoshard.report.what_if import show
+        from autoshard.report.commands.what_if import show
 
         show(found)
     end_with([found.today.status, *(row.plan.status for row in found.rows if row.plan is not None)], quiet, found.interrupted)
@@ -122,7 +122,7 @@ def _bench(request: Request, progress: Callable[[str, str], None]) -> tuple[Any,
 
 
 def _worth_plan(request: Request, html: Path | None, progress: Callable[[str, str], None]) -> Any:
-    from autoshard.report.html import write
+    from autoshard.report.page.html import write
     from autoshard.study.worth import with_worth
 
     bench, clock = _bench(request, progress)
@@ -151,7 +151,7 @@ def report(
     check_outputs({"--html": html}, [path])
     found = Plan.load(path)
     if html is not None:
-        from autoshard.report.html import write
+        from autoshard.report.page.html import write
 
         write(html, found)
     if as_json or (html is None and not quiet):
@@ -176,7 +176,7 @@ def print_plan(plan: Any, as_json: bool) -> None:
 def _plan_and_page(request: Request, html: Path | None, progress: Callable[[str, str], None]) -> Any:
     found = request.plan(progress)
     if html is not None:
-        from autoshard.report.html import write
+        from autoshard.report.page.html import write
 
         write(html, found)
     return found
@@ -187,7 +187,7 @@ def _plan_with_page(request: Request, html: Path, with_baselines: bool, progress
     from autoshard.decide.phase_timer import PhaseTimer
     from autoshard.planner.finer import plan_and_prices
     from autoshard.planner.stages import plan_traced
-    from autoshard.report.html import write
+    from autoshard.report.page.html import write
     from autoshard.study.alternatives import alternatives
     from autoshard.study.compare import comparison
     from autoshard.study.explain import chosen_by

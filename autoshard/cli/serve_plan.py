@@ -96,7 +96,7 @@ def _check_paths(folder: Path | None, html: Path | None, read: Iterable[str | Pa
 
 def _write_page(path: Path, found: Serving, picked: Point | None, quiet: bool) -> None:
     """The sweep, and the plan of a single token of the picked batch."""
-    from autoshard.report.html import write
+    from autoshard.report.page.html import write
     from autoshard.report.serving import for_page, shown_point
 
     point = shown_point(found, picked)

@@ -85,7 +85,7 @@ def simulate(plan: PlanArgument, mesh: MeshOption = None, batch: BatchOption = N
     if trace is not None:
         found.write_trace(trace)
     if html is not None:
-        from autoshard.report.html import write
+        from autoshard.report.page.html import write
 
         write(html, found.plan, simulated=found)
         if not (as_json or quiet):

@@ -63,7 +63,7 @@ def sweep(request: Request, batch: BatchOption = None, devices: DevicesOption = 
     if as_json:
         sys.stdout.write(json.dumps(found.to_dict(), indent=1, sort_keys=True) + "\n")
     elif not quiet:
-        from autoshard.report.sizing import show
+        from autoshard.report.commands.sizing import show
 
         show(found, request.what)
     if not found.planned:

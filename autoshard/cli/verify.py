@@ -53,7 +53,7 @@ def verify(request: Request, plan: PlanOption = None, plans: PlansOption = None,
     if as_json:
         sys.stdout.write(json.dumps(report.as_data(), indent=1) + "\n")
     elif not quiet:
-        from autoshard.report.verify import show
+        from autoshard.report.commands.verify import show
 
         show(report, ran_as)
     if not report.ok:

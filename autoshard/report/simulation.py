@@ -12,7 +12,7 @@ from rich.text import Text
 
 from autoshard.base.quantities import seconds, share, size
 from autoshard.collectives import KINDS
-from autoshard.report.page_tables import page_table
+from autoshard.report.page.tables import page_table
 from autoshard.report.tables import report_console, section, table
 from autoshard.simulation.result import Idle, Simulation
 from autoshard.simulation.trace import COMPUTE, Track

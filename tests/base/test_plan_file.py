@@ -15,7 +15,7 @@ from autoshard.base.mesh import Mesh
 from autoshard.base.plan import FORMAT, Plan, StagePlan
 from autoshard.errors import PlanError
 from autoshard.report import what
-from autoshard.report.html import document
+from autoshard.report.page.html import document
 from autoshard.report.stages import stage_rows
 from autoshard.report.text import parts
 from autoshard.study.diff import diff

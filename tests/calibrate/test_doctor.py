@@ -15,7 +15,7 @@ from autoshard.calibrate import doctor as module
 from autoshard.calibrate.doctor import Finding, doctor, fits, speed, versions
 from autoshard.calibrate.toml import profile_text
 from autoshard.cost.cluster import load_cluster
-from autoshard.report.doctor import show
+from autoshard.report.commands.doctor import show
 from autoshard.runtime.ranks.place import locate
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from autoshard.base.mesh import parse_mesh
 from autoshard.base.plan import Plan
 from autoshard.decide.options import Options
 from autoshard.program.trace import trace
-from autoshard.report.html import page
+from autoshard.report.page.html import page
 from autoshard.report.what import header, to_json
 from autoshard.study.compare import Comparison, comparison
 from models import gpt, llama, mlp, moe

@@ -21,7 +21,7 @@ from autoshard.planner.finer import finer_meshes, head_counts, plan_and_prices
 from autoshard.planner.one_stage import prices
 from autoshard.planner.stages import plan_traced
 from autoshard.program.calling import Traced
-from autoshard.report.html import write
+from autoshard.report.page.html import write
 from autoshard.report.what import header
 from autoshard.runtime.check_plan import check_fits
 from autoshard.study.explain import chosen_by, op_table

@@ -6,7 +6,7 @@ import autoshard
 from autoshard.base.graph import Ref
 from autoshard.experts.ops import EXPERTS, EXPERTS_BACKWARD
 from autoshard.program.trace import trace
-from autoshard.program.tracing.expert_layers import forward_as_op
+from autoshard.program.tracing.functions.expert_layers import forward_as_op
 from tests.support.experts import MODELS, build
 
 pytest.importorskip("transformers")

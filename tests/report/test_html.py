@@ -20,8 +20,8 @@ from sample_plan import LAYERS, sample_plan
 from autoshard import cli
 from autoshard.base import quantities
 from autoshard.base.plan import CATEGORIES, Alive, Fallback, Moment, PlacedTensor, Plan
-from autoshard.report.html import document, embedded, page, write
-from autoshard.report.tree import tree
+from autoshard.report.page.html import document, embedded, page, write
+from autoshard.report.page.tree import tree
 from autoshard.simulation.conditions import Conditions
 from autoshard.simulation.critical_path import Share
 from autoshard.simulation.result import Idle, Simulation

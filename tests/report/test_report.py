@@ -12,8 +12,9 @@ from sample_plan import LAYERS, sample_plan
 from autoshard.base import quantities
 from autoshard.base.plan import Collective, Fallback, Plan
 from autoshard.cost.cluster import available
-from autoshard.report import clusters, what
+from autoshard.report import what
 from autoshard.report.collapse import Folded, collapse, ranges
+from autoshard.report.commands import clusters
 from autoshard.report.text import show
 
 

@@ -12,7 +12,7 @@ from sample_plan import sample_plan
 from autoshard.base.plan import Plan
 from autoshard.pipeline.merge import by_stage
 from autoshard.report import stages, text, what
-from autoshard.report.html import document
+from autoshard.report.page.html import document
 
 
 def drawn(plan: Plan, width: int = 100) -> str:

@@ -11,7 +11,7 @@ import models.gpt
 import models.mlp
 from autoshard.errors import ClusterError, MeshError, UsageError
 from autoshard.pipeline.microbatches import batch as batches_module
-from autoshard.report.sizing import show
+from autoshard.report.commands.sizing import show
 
 
 def model_and(module, *rows):

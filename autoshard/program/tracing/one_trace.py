@@ -42,18 +42,18 @@ from autoshard.program.reads.masked_writes import MaskedWrites
 from autoshard.program.reads.selections import Selections, returned
 from autoshard.program.taken import check_dense, dense_buffers
 from autoshard.program.tracing.any_size import AnySize
-from autoshard.program.tracing.assigned_data import AssignedData
-from autoshard.program.tracing.embedding_bags import EmbeddingBags
-from autoshard.program.tracing.equal_heads import EqualHeads
-from autoshard.program.tracing.expert_layers import forward_as_op
+from autoshard.program.tracing.functions.assigned_data import AssignedData
+from autoshard.program.tracing.functions.embedding_bags import EmbeddingBags
+from autoshard.program.tracing.functions.equal_heads import EqualHeads
+from autoshard.program.tracing.functions.expert_layers import forward_as_op
+from autoshard.program.tracing.functions.losses import Losses
+from autoshard.program.tracing.functions.of_constants import OfConstants
+from autoshard.program.tracing.functions.recurrent_dropout import RecurrentDropout
+from autoshard.program.tracing.functions.rms_norms import RMSNorms
 from autoshard.program.tracing.known_values import Constants, small_buffers
-from autoshard.program.tracing.losses import Losses
 from autoshard.program.tracing.lru_caches import kept_clean
 from autoshard.program.tracing.no_cache import refuse_cache, without_decoding_cache
-from autoshard.program.tracing.of_constants import OfConstants
 from autoshard.program.tracing.pythons_own import state_of, tell_of_changes
-from autoshard.program.tracing.recurrent_dropout import RecurrentDropout
-from autoshard.program.tracing.rms_norms import RMSNorms
 from autoshard.program.tracing.survey import Answers, Survey, user_errors
 from autoshard.program.tracing.tape import Tape, meta_of
 from autoshard.program.tracing.twin import copy_tree, track

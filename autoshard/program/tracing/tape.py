@@ -23,13 +23,13 @@ from autoshard.program.tracing.ways_out import on_higher_order
 TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 HERE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 CHECKPOINT_FILE = torch.utils.checkpoint.__file__
-RECORDING_FILES = frozenset(HERE + name for name in (
-    "_torch.py", "program/tracing/tape.py", "program/tracing/survey.py", "program/opaque/opaque.py", "program/opaque/opaque_probe.py",
-    "program/tracing/known_values.py", "program/tracing/equal_heads.py", "program/tracing/losses.py", "program/tracing/user_collectives.py",
-    "program/tracing/expert_layers.py", "program/tracing/rms_norms.py", "program/tracing/recurrent_dropout.py",
-    "program/tracing/embedding_bags.py", "program/tracing/of_constants.py", "program/tracing/assigned_data.py", "program/tracing/ways_out.py",
-    "program/reads/data_reads.py", "program/reads/known_masks.py", "program/reads/masked_writes.py", "program/reads/selections.py",
-    "seeds/marks.py"))
+RECORDING_FILES = frozenset(f"{HERE}{room}{name}.py" for room, names in (
+    ("", "_torch"), ("seeds/", "marks"),
+    ("program/opaque/", "opaque opaque_probe"),
+    ("program/reads/", "data_reads known_masks masked_writes selections"),
+    ("program/tracing/", "tape survey known_values user_collectives ways_out"),
+    ("program/tracing/functions/", "assigned_data embedding_bags equal_heads expert_layers losses of_constants recurrent_dropout rms_norms"),
+) for name in names.split())
 """Files of autoshard that run between the user's code and the tape."""
 TRACER = HERE + "program/tracing/one_trace.py"
 """Calls the model: what called it is no part of a trace."""

@@ -1,4 +1,4 @@
-"""Bags of equal length, `F.embedding_bag` of a model with ids [b, l] (see program/tracing/embedding_bags.py).
+"""Bags of equal length, `F.embedding_bag` of a model with ids [b, l] (see program/tracing/functions/embedding_bags.py).
 
 torch's op takes ragged bags, one list of ids and where each bag begins, of which no rank can take a share. Two ops of our own take the ids as a
 matrix: rows of bags split over ranks, and of the table any dim. Ranks that have some rows of it add up their parts.

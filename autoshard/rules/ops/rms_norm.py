@@ -1,4 +1,4 @@
-"""RMS norm as one op: `F.rms_norm` of a model (see program/tracing/rms_norms.py).
+"""RMS norm as one op: `F.rms_norm` of a model (see program/tracing/functions/rms_norms.py).
 
 torch has a kernel for it on GPUs only. On CPUs it computes the formula in eight ops, of which backward makes about twenty and keeps several
 tensors as large as the input. Two ops of our own stand in the graph instead; backward keeps the input and one number per row. With r the

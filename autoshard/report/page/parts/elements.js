@@ -19,7 +19,7 @@ const svg = (tag, attributes = {}, ...children) => fill(document.createElementNS
 const color = (i) => `var(--c${i % 8})`;
 const axisColor = (axis) => color([5, 0, 2, 3, 1, 4, 6, 7][axis % 8]); // neighbouring axes far apart in hue
 
-// -- numbers: the same as report/units.py
+// -- numbers: the same as base/quantities.py
 
 // As Python rounds: a tie, which only a multiple of a power of two can be, goes to the even digit; toFixed takes the upper.
 function fixed(x, digits) {

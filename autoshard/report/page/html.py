@@ -1,4 +1,4 @@
-"""A plan as one HTML file that needs nothing else: `page/` has page, style and scripts, here is the data they show.
+"""A plan as one HTML file that needs nothing else: `parts/` has page, style and scripts, here is the data they show.
 
 Names come from the user's model, so they are data everywhere: JSON in which `<`, `>` and `&` are escaped, read by a script
 that makes text nodes only. The page's policy allows these scripts, by the digest of their text, and no connection.
@@ -20,8 +20,8 @@ from typing import Any
 from autoshard.base.files import write_atomically
 from autoshard.base.plan import CATEGORIES, Plan
 from autoshard.report import simulation, stages, text, what
-from autoshard.report.page_tables import price_tables, tables
-from autoshard.report.tree import tree
+from autoshard.report.page.tables import price_tables, tables
+from autoshard.report.page.tree import tree
 from autoshard.simulation.result import Simulation
 
 SCRIPTS = ("elements.js", "table.js", "placements.js", "memory.js", "schedule.js", "simulation.js", "script.js")  # in this order, as one
@@ -108,4 +108,4 @@ def _finite(value: Any) -> Any:
 
 @cache
 def _file(name: str) -> str:
-    return resources.files("autoshard.report").joinpath("page", name).read_text(encoding="utf-8")
+    return resources.files("autoshard.report.page").joinpath("parts", name).read_text(encoding="utf-8")

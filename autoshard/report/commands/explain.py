@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from autoshard.base import quantities
-from autoshard.report import diff as diff_report
+from autoshard.report.commands import diff as diff_report
 from autoshard.report.tables import report_console, section, table
 from autoshard.study.explain import EdgeTable, OpTable, WhyNot
 from autoshard.study.layout_pairs import LayoutPair

@@ -1,0 +1,1 @@
+"""What one command each draws in a terminal."""

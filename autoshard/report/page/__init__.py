@@ -1,0 +1,1 @@
+"""The HTML report: its data, and in `parts/` its page, style and scripts."""
