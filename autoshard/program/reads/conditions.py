@@ -117,19 +117,28 @@ def condition_of(frame: FrameType, is_item: bool) -> Condition | None:
 
 def _place_read(code: CodeType, at: int, is_item: bool) -> Place | None:
     """Where the expression stands whose truth is looked at by the instruction `at`, or the call of `.item()` that this is. None where something else
-    looks (`in`, `max`). The instruction that tests a truth may have the place of another expression; the one before it made the value."""
+    looks (`in`, `max`). The instruction that tests a truth may have the place of another expression; the one before it made the value, but for a
+    comparison of Python 3.13 on that looks at its own. (A call is PRECALL in Python 3.11 once the function has run a few times.)"""
     found = _instructions(code)
     now = next((i for i, one in enumerate(found) if one.offset == at), 0)
     if any(word in found[now].opname for word in ("JUMP", "TO_BOOL", "UNARY_NOT")):
         return found[max(now - 1, 0)].positions
-    return found[now].positions if is_item or found[now].opname.startswith("CALL") and _names_bool(code, found[now].positions) else None
+    if is_item or _compares_for_truth(found[now]):
+        return found[now].positions
+    return found[now].positions if "CALL" in found[now].opname and _names_bool(code, found[now].positions) else None
 
 
 def _negates(code: CodeType, at: int) -> bool:
     """Whether the instruction `at` looks at the truth of what a `not` stands before. (From Python 3.13 on the next one computes the `not`.)"""
     found = _instructions(code)
     now = next((i for i, one in enumerate(found) if one.offset == at), 0)
-    return any(one.opname == "UNARY_NOT" for one in found[now:now + (2 if found[now].opname == "TO_BOOL" else 1)])
+    looks_ahead = found[now].opname == "TO_BOOL" or _compares_for_truth(found[now])
+    return any(one.opname == "UNARY_NOT" for one in found[now:now + 1 + looks_ahead])
+
+
+def _compares_for_truth(one: dis.Instruction) -> bool:
+    """Whether it compares, and looks at the truth of what comes out: from Python 3.13 on, `if x > 0`."""
+    return one.opname == "COMPARE_OP" and one.argrepr.startswith("bool(")
 
 
 @lru_cache(maxsize=64)
