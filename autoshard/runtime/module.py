@@ -25,8 +25,8 @@ from autoshard.runtime.compile import Settings, Variant
 from autoshard.runtime.guidance import HOOKS, Guidance, attribute, guard, not_taken_apart
 from autoshard.runtime.inputs import as_global, spec_given, wrap_output
 from autoshard.runtime.kept_gradients import KeptGradients
-from autoshard.runtime.loss_numbers import numbers_read
 from autoshard.runtime.microbatches import check_pieces
+from autoshard.runtime.outside import Outside
 from autoshard.runtime.params.module_shells import Seen, has_attribute, shell
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.params.update import watch_steps
@@ -42,10 +42,8 @@ MOST_SEARCHED = 16
 
 
 class CompiledModule(Guidance, nn.Module):
-    """Same parameter and buffer names as the model; parameters are DTensors (plain on one process).
-
-    Each variant of a call (training or not, shapes, dtypes, non-tensor arguments, numbers of modules and of the loss) is traced, planned and
-    lowered at its first call; the first one decides the stored placements. See docs/runtime.md for what hooks, copies and submodules do."""
+    """Same parameter and buffer names as the model; parameters are DTensors (plain on one process). Each variant of a call (shapes, modes, numbers
+    that code reads) is traced, planned and lowered at its first call; the first one decides the stored placements. See docs/runtime.md."""
 
     def __init__(self, model: nn.Module, place: Place, settings: Settings) -> None:
         super().__init__()
@@ -64,7 +62,7 @@ class CompiledModule(Guidance, nn.Module):
             self.__dict__[table] = root.__dict__[table]
         self.training = training
         self._parts = tuple(self.modules())  # walking the tree at every call would cost as much as a small layer
-        self._seen = Seen(root)
+        self._seen, self._outside = Seen(root), Outside(root, self._program, self.settings.loss_fn)
         self._trainable = tuple(self._stored.params.values())
         self._steps: dict[Any, Step] = {}
         self._latest: tuple[Any, Step] | None = None
@@ -172,7 +170,7 @@ class CompiledModule(Guidance, nn.Module):
         modes = (grad, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
                  tuple([m.training for m in self._parts]),
                  tuple([p.requires_grad for p in self._trainable]),
-                 self._seen.state(), numbers_read(self.settings.loss_fn))
+                 attributes := self._seen.state(), self._outside.state(attributes))
         return (modes, tree, shapes, given), flat, tensors
 
     def _enter(self, key: Any, flat: list[Any], replan: bool = False, tensors: list[torch.Tensor] | None = None) -> Step:
@@ -230,6 +228,7 @@ class CompiledModule(Guidance, nn.Module):
         fixed = {f"input:{i}": spec for i, spec in enumerate(key[-1]) if spec is not None}
         there = time.perf_counter()
         step = self.settings.build(self._variant(traced, fixed, replan))
+        self._outside.traced()
         return self._remember(key, step, stand_ins, (there - begin, time.perf_counter() - there))
 
     def _traced(self, tree: Any, leaves: Sequence[Any], **more: Any) -> Traced:
@@ -386,6 +385,7 @@ class CompiledModule(Guidance, nn.Module):
         self._sync_modes()  # what is copied is what the user sees by now
         twin._hold(self._stored.copied(memo), self.training)
         twin._seen.follow(self._seen)
+        twin._outside.follow(self._outside)
         twin.__dict__.update({table: copy.copy(self.__dict__[table]) for table in HOOKS})
         memo[id(self)] = twin
         twin._seed, twin._calls, twin._searched = self._seed, self._calls, self._searched

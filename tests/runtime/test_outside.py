@@ -1,0 +1,190 @@
+"""Numbers that code reads from outside of its arguments may change between calls: the compiled model computes what the model does."""
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+
+SCALE = 1.0
+TABLE = {"scale": 1.0, "calls": 0}
+CALLS = 0
+
+
+class Named:
+    """A class that holds numbers."""
+
+    scale = 1.0
+
+
+@dataclass
+class Config:
+    """As models hold one."""
+
+    scale: float = 1.0
+    doubled: bool = False
+    loss: float = 0.0  # that no code names
+    inner: Any = field(default_factory=lambda: SimpleNamespace(scale=1.0))
+
+    def as_it_is(self) -> float:
+        return self.scale
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+    @staticmethod
+    def of_file(x: torch.Tensor) -> torch.Tensor:
+        return by_global(x)
+
+    @property
+    def squared(self) -> float:
+        return self.scale**2
+
+
+class Slotted:
+    """Without a table of attributes."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+def by_global(x: torch.Tensor) -> torch.Tensor:
+    return x * SCALE
+
+
+def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    return call
+
+
+twice_wrapped = wrapped(wrapped(by_global))
+
+
+def around(value: float) -> tuple[Callable[..., Any], Callable[..., None]]:
+    def read(x: torch.Tensor) -> torch.Tensor:
+        return x * value
+
+    def write(new: float) -> None:
+        nonlocal value
+        value = new
+
+    return read, write
+
+
+READ, WRITE = around(1.0)
+
+
+class Model(nn.Module):
+    """`forward` is one of BODIES."""
+
+    scale_of_class = 1.0
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer, self.body = nn.Linear(4, 4), body
+        self.config, self.slotted, self.scales, self.table = Config(), Slotted(), [1.0, 1.0], {"scale": 1.0}
+        self.parts = (Config(),)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self, self.layer(x))
+
+    def of_method(self) -> float:
+        return self.config.scale
+
+
+def of_global(value: float) -> None:
+    globals()["SCALE"] = value
+
+
+BODIES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "global": (lambda m, x: x * SCALE, lambda m, v: of_global(v)),
+    "function of a global": (lambda m, x: by_global(x), lambda m, v: of_global(v)),
+    "decorated": (lambda m, x: twice_wrapped(x), lambda m, v: of_global(v)),
+    "in a list": (lambda m, x: sum([x * SCALE for _ in range(2)]), lambda m, v: of_global(v)),
+    "in a lambda": (lambda m, x: (lambda: x * SCALE)(), lambda m, v: of_global(v)),
+    "variable around": (lambda m, x: READ(x), lambda m, v: WRITE(v)),
+    "class": (lambda m, x: x * Named.scale, lambda m, v: setattr(Named, "scale", v)),
+    "class of the module": (lambda m, x: x * m.scale_of_class, lambda m, v: setattr(Model, "scale_of_class", v)),
+    "config": (lambda m, x: x * m.config.scale, lambda m, v: setattr(m.config, "scale", v)),
+    "by name": (lambda m, x: x * getattr(m.config, "scale", 3.0), lambda m, v: setattr(m.config, "scale", v)),
+    "flag": (lambda m, x: x * 2 if m.config.doubled else x, lambda m, v: setattr(m.config, "doubled", v != 1.0)),
+    "config in config": (lambda m, x: x * m.config.inner.scale, lambda m, v: setattr(m.config.inner, "scale", v)),
+    "method of config": (lambda m, x: x * m.config.as_it_is(), lambda m, v: setattr(m.config, "scale", v)),
+    "property of config": (lambda m, x: x * m.config.squared, lambda m, v: setattr(m.config, "scale", v)),
+    "called config": (lambda m, x: m.config(x), lambda m, v: setattr(m.config, "scale", v)),
+    "static method": (lambda m, x: m.config.of_file(x), lambda m, v: of_global(v)),
+    "object in a tuple": (lambda m, x: m.parts[0](x), lambda m, v: setattr(m.parts[0], "scale", v)),
+    "method": (lambda m, x: x * m.of_method(), lambda m, v: setattr(m.config, "scale", v)),
+    "slots": (lambda m, x: x * m.slotted.scale, lambda m, v: setattr(m.slotted, "scale", v)),
+    "table": (lambda m, x: x * m.table["scale"], lambda m, v: m.table.update(scale=v)),
+    "table of the file": (lambda m, x: x * TABLE["scale"], lambda m, v: TABLE.update(scale=v)),
+    "whole table": (lambda m, x: x * sum(m.table.values()), lambda m, v: m.table.update(scale=v)),
+    "item": (lambda m, x: x * m.scales[0], lambda m, v: m.scales.__setitem__(0, v)),
+    "items": (lambda m, x: x * sum(m.scales), lambda m, v: m.scales.__setitem__(1, v)),
+    "one item more": (lambda m, x: x * sum(m.scales), lambda m, v: setattr(m, "scales", m.scales[:2]) if v == 1.0 else m.scales.append(v)),
+}
+
+
+def compiled(model: nn.Module) -> Any:
+    return autoshard.compile(model, "one=1", training=False, cluster="cpu-gloo", cache=False)
+
+
+@pytest.mark.parametrize("form", BODIES)
+@torch.no_grad()
+def test_a_number_that_changes_is_another_variant(form: str) -> None:
+    body, change = BODIES[form]
+    model, x = Model(body), torch.randn(2, 4)
+    fast = compiled(model)
+    try:
+        for value in (1.0, 1.0, 0.5, 1.0, 0.5):
+            change(model, value)
+            change(fast, value)
+            fast.config.loss = model.config.loss = fast.config.loss + 0.5
+            assert torch.allclose(fast(x), model(x)), f"{form} at {value}"
+        variants = len(fast._steps)
+        twin = copy.deepcopy(fast)
+        for value in (1.0, 0.5):
+            change(model, value)
+            change(twin, value)
+            assert torch.allclose(twin(x), model(x)), f"the copy, {form} at {value}"
+        assert form == "one item more" or len(twin._steps) == variants == 2, "a variant for each number, none for what no code names"
+    finally:
+        change(model, 1.0)
+
+
+def counts(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    global CALLS
+    CALLS += 1
+    TABLE["calls"] += 1
+    return x * (1.0 if CALLS and TABLE["calls"] else 2.0)
+
+
+def test_what_forward_writes_itself_gives_no_variants() -> None:
+    fast, x = compiled(Model(counts)), torch.randn(2, 4)
+    for _ in range(3):
+        fast(x)
+    assert CALLS < 3, "a call for each trace"
+    assert len(fast._steps) == 1
+
+
+def test_a_number_that_changes_in_every_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    body, change = BODIES["config"]
+    fast, x = compiled(Model(body)), torch.randn(2, 4)
+    with caplog.at_level(logging.WARNING, "autoshard"):
+        for step in range(10):
+            change(fast, 1.0 + step)
+            fast(x)
+    told = [r.getMessage() for r in caplog.records if "values in calls" in r.getMessage()]
+    assert len(told) == 1 and "Model.config.scale has had 8 values" in told[0] and "as a tensor" in told[0]
