@@ -117,14 +117,15 @@ class _Places:
     def _at(self, get: Get, key: Any, path: str, depth: int) -> None:
         value = get(key, ABSENT)
         if isinstance(value, PLAIN):
-            self.found.setdefault(path, (get, key))
+            while self.found.setdefault(path, (get, key)) != (get, key):  # two functions that one function makes
+                path += "'"
         elif depth:
             self._value(value, path, depth - 1)
 
     def _attributes(self, module: nn.Module, path: str) -> None:
         """Objects that a module of the model has, and what its class has: its own numbers count whether code names them or not."""
         table = vars(module)
-        for name in self.code.names & table.keys() - INTERNAL:
+        for name in sorted(self.code.names & table.keys() - INTERNAL):
             if not isinstance(table[name], PLAIN):
                 self._at(table.get, name, f"{path}.{name}", DEPTH)
         self._of_class(type(module))
@@ -148,7 +149,9 @@ class _Places:
 
     def _inside(self, value: Any) -> Iterator[tuple[Get, Any, str]]:
         """What a value holds that the code names: how it is got, by which key, and how that is written."""
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, tuple):  # it may hold what changes
+            yield from ((partial(_item, value), i, f"[{i}]") for i, item in enumerate(value[:LONGEST]) if not isinstance(item, PLAIN))
+        elif isinstance(value, list):
             yield partial(_length, value), None, " (its length)"
             yield from ((partial(_item, value), i, f"[{i}]") for i in range(min(len(value), LONGEST)))
         elif isinstance(value, Mapping):

@@ -84,6 +84,7 @@ def around(value: float) -> tuple[Callable[..., Any], Callable[..., None]]:
 
 
 READ, WRITE = around(1.0)
+OTHER, OTHER_WRITE = around(1.0)
 
 
 class Model(nn.Module):
@@ -115,6 +116,7 @@ BODIES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "in a list": (lambda m, x: sum([x * SCALE for _ in range(2)]), lambda m, v: of_global(v)),
     "in a lambda": (lambda m, x: (lambda: x * SCALE)(), lambda m, v: of_global(v)),
     "variable around": (lambda m, x: READ(x), lambda m, v: WRITE(v)),
+    "two variables around": (lambda m, x: OTHER(READ(x)), lambda m, v: OTHER_WRITE(v)),
     "class": (lambda m, x: x * Named.scale, lambda m, v: setattr(Named, "scale", v)),
     "class of the module": (lambda m, x: x * m.scale_of_class, lambda m, v: setattr(Model, "scale_of_class", v)),
     "config": (lambda m, x: x * m.config.scale, lambda m, v: setattr(m.config, "scale", v)),
