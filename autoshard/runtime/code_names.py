@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -23,21 +23,25 @@ LONGEST = 64
 
 @dataclass(frozen=True)
 class Named:
-    """What the code of a function names, that of functions within it too (a lambda, up to Python 3.11 a list that is computed)."""
+    """What the code of a function names, that of functions within it too (a lambda, up to Python 3.11 a list that is computed): globals, attributes,
+    and texts and whole numbers, which may be keys or, in `getattr`, attributes."""
 
-    names: frozenset[str]
-    keys: tuple[Any, ...]
+    globals: frozenset[str]
+    attributes: frozenset[str]
+    keys: frozenset[Any]
 
 
 @lru_cache(maxsize=4096)
 def named(code: CodeType) -> Named:
+    steps = list(dis.get_instructions(code))
     inner = [named(c) for c in code.co_consts if isinstance(c, CodeType)]
-    small = [one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_SMALL_INT"]  # no constants from Python 3.14 on
+    small = [one.argval for one in steps if one.opname == "LOAD_SMALL_INT"]  # no constants from Python 3.14 on
     flat = [k for c in (*code.co_consts, *small) for k in (c if isinstance(c, (tuple, frozenset)) else (c,))]
-    own = [k for k in flat if isinstance(k, (str, int)) and not isinstance(k, bool)]
-    words = [k for k in own if isinstance(k, str) and k.isidentifier()]  # getattr(config, "scale", 1.0)
-    names = frozenset().union(code.co_names, words, *(i.names for i in inner))
-    return Named(names, tuple(dict.fromkeys([*own, *(k for i in inner for k in i.keys)])))
+    keys = {k for k in flat if isinstance(k, (str, int)) and not isinstance(k, bool)}
+    attributes = {one.argval for one in steps if "ATTR" in one.opname or "METHOD" in one.opname}
+    attributes |= {k for k in keys if isinstance(k, str) and k.isidentifier()}
+    return Named(frozenset({one.argval for one in steps if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}.union(*(i.globals for i in inner))),
+                 frozenset(attributes.union(*(i.attributes for i in inner))), frozenset(keys.union(*(i.keys for i in inner))))
 
 
 @lru_cache(maxsize=4096)
@@ -55,20 +59,20 @@ def methods_of(kind: type) -> dict[str, FunctionType]:
 
 @dataclass
 class Code:
-    """`functions` by their id, `owners`: objects whose methods are among them, no modules of the model. What lies around the functions of installed
-    packages is not looked at, but for what modules of the model hold."""
+    """`functions` by their id; `owners`: objects whose methods are among them, no modules of the model, each with the attributes that these name.
+    What lies around the functions of installed packages is not looked at, but for what modules of the model hold."""
 
     packages: frozenset[str]
     functions: dict[int, FunctionType] = field(default_factory=dict)
-    owners: list[Any] = field(default_factory=list)
-    names: frozenset[str] = frozenset()
-    keys: tuple[Any, ...] = ()
+    owners: dict[int, tuple[Any, set[str]]] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+    keys: set[Any] = field(default_factory=set)
 
     def globals_and_cells(self) -> Iterator[tuple[Any, str, str]]:
         """Tables, names in them, and these in words."""
         for function in filter(_is_own, self.functions.values()):
             code, around = function.__code__, function.__globals__
-            yield from ((around, name, f"{function.__module__}.{name}") for name in sorted(named(code).names & around.keys()))
+            yield from ((around, name, f"{function.__module__}.{name}") for name in sorted(named(code).globals & around.keys()))
             yield from ((Cells(function), name, f"{name} around {function.__qualname__}") for name in code.co_freevars)
 
     def follow(self, call: Any) -> None:
@@ -81,15 +85,16 @@ class Code:
             return
         self.functions[id(function)] = function
         here = named(function.__code__)
-        self.names, self.keys = self.names | here.names, tuple(dict.fromkeys([*self.keys, *here.keys]))
+        self.names |= here.attributes
+        self.keys |= here.keys
         if owner is not None and not isinstance(owner, nn.Module) and _is_own(function):
-            self.owners.append(owner)
+            self.owners.setdefault(id(owner), (owner, set()))[1].update(here.attributes)
         seen: set[int] = set()
-        beside = [function.__globals__[name] for name in sorted(here.names & function.__globals__.keys())]
+        beside = [function.__globals__[name] for name in sorted(here.globals & function.__globals__.keys())]
         for value in (*beside, *map(Cells(function).get, function.__code__.co_freevars), owner):
-            self._follow_in(value, here.names, DEPTH, seen)
+            self._follow_in(value, here.attributes, DEPTH, seen)
 
-    def _follow_in(self, value: Any, names: frozenset[str], depth: int, seen: set[int]) -> None:
+    def _follow_in(self, value: Any, names: Set[str], depth: int, seen: set[int]) -> None:
         """Functions that `value` is, or has by one of `names`: those of a file, the methods of an object, those of what it holds."""
         if isinstance(value, (FunctionType, partial, MethodType)):
             self.follow(value)
@@ -97,7 +102,7 @@ class Code:
             seen.add(id(value))
             for held in _held(value, names):
                 self._follow_in(held, names, depth - 1, seen)
-            for name in sorted((names | {"__call__"}) & methods_of(type(value)).keys()):
+            for name in sorted(methods_of(type(value)).keys() & {*names, "__call__"}):
                 self.follow(MethodType(methods_of(type(value))[name], value))
 
     def follow_all(self, modules: list[nn.Module]) -> None:
@@ -113,7 +118,7 @@ class Code:
         return is_user_file(function.__code__.co_filename) and (_is_own(function) or (function.__module__ or "").split(".")[0] in self.packages)
 
 
-def _held(value: Any, names: frozenset[str]) -> list[Any]:
+def _held(value: Any, names: Set[str]) -> list[Any]:
     """What is in a list or table, what an object has by one of the names; of a file only its functions."""
     if isinstance(value, (list, tuple, dict)):
         return list(value.values() if isinstance(value, dict) else value)[:LONGEST]

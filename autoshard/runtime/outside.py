@@ -2,25 +2,33 @@
 variables around a function, attributes of classes and of objects that modules hold (a config), keys of tables, items of lists. A trace has them as
 they were, so another value is another variant.
 
-Functions say by which names and keys they read (`code_names.py`). A place is a table and one of these names, where there is a number, a text, a flag
-or None. What no code names does not count, as a counter that lies beside it in a trainer."""
+Functions say by which names and keys they read (`code_names.py`). A place is a table and one of these names. Numbers, texts and flags there are told
+by their value, objects by which one it is. What no code names does not count, as a counter that lies beside it in a trainer."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from enum import Enum
 from functools import partial
 from operator import is_
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from autoshard.program.binding import leaf_key
+from autoshard.program.tracing.tape import is_user_file
 from autoshard.runtime.code_names import LONGEST, Code, code_of
 from autoshard.runtime.params.module_shells import ABSENT, INTERNAL, PLAIN, defaults_of, plain_of
 
 log = logging.getLogger("autoshard")
 Get = Callable[[Any, Any], Any]
+Place = tuple[Get, Any]
+VALUES = (complex, bytes, range, frozenset, Enum, np.generic, torch.dtype, torch.device)
+"""Told by what they say."""
+FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 MANY = 8
 """Values of one place after which a warning says what that costs."""
 DEPTH = 4
@@ -33,7 +41,7 @@ class Outside:
 
     def __init__(self, root: nn.Module, program: nn.Module, loss_fn: Any) -> None:
         self._root, self._program, self._loss_fn = root, program, loss_fn
-        self._places: dict[str, tuple[Get, Any]] = {}
+        self._places: dict[str, Place] = {}
         self._known: dict[str, list[Any]] = {}
         self._written: set[str] = set()
         self._values: list[Any] = []
@@ -56,7 +64,10 @@ class Outside:
 
     def follow(self, other: Outside) -> None:
         """Number values as `other` does, of whose model this one's is a copy."""
-        self._known = {path: list(known) for path, known in other._known.items()} | {p: k for p, k in self._known.items() if p not in other._known}
+        theirs = dict(zip(other._places, map(_told, other._now()), strict=True))
+        mine = dict(zip(self._places, map(_told, self._values), strict=True))
+        self._known |= {path: [mine[path] if path in mine and told == theirs.get(path) else told for told in known]
+                        for path, known in other._known.items()}  # objects are copies
         self._written |= other._written
         self._state = self._changed()
 
@@ -89,8 +100,22 @@ class Outside:
         return known.index(told)
 
 
+class _Same:
+    """An object, equal to itself alone."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+
 def _told(value: Any) -> Any:
-    return leaf_key(value) if isinstance(value, PLAIN) else type(value).__qualname__
+    if isinstance(value, PLAIN):
+        return leaf_key(value)
+    if isinstance(value, VALUES):
+        return type(value), repr(value)
+    return (type(value), *map(_told, value)) if type(value) is tuple else _Same(value)
 
 
 class _Places:
@@ -98,56 +123,50 @@ class _Places:
 
     def __init__(self, code: Code) -> None:
         self.code = code
-        self.found: dict[str, tuple[Get, Any]] = {}
+        self.found: dict[str, Place] = {}
         self.seen: set[int] = set()
 
-    def of(self, root: nn.Module, loss_fn: Any) -> dict[str, tuple[Get, Any]]:
+    def of(self, root: nn.Module, loss_fn: Any) -> dict[str, Place]:
         modules = list(root.named_modules())
         self.seen |= {id(m) for _, m in modules}
         for path, module in modules:
-            self._attributes(module, path or type(module).__name__)
+            for name in sorted(self.code.names & vars(module).keys() - INTERNAL):  # modules tell of objects that are assigned themselves
+                self._value(vars(module)[name], f"{path or type(module).__name__}.{name}", DEPTH, self.code.names)
+            self._of_class(type(module))
         if isinstance(loss_fn, nn.Module):
-            self._value(loss_fn, "loss_fn", DEPTH)
-        for owner in self.code.owners:
-            self._value(owner, f"an object of {type(owner).__qualname__}", DEPTH)
+            self._value(loss_fn, "loss_fn", DEPTH, self.code.names)
+        for owner, names in self.code.owners.values():
+            self._value(owner, f"an object of {type(owner).__qualname__}", DEPTH, names)
         for table, name, path in self.code.globals_and_cells():
-            self._at(table.get, name, path, DEPTH)
+            if not isinstance(table.get(name, ABSENT), FUNCTIONS):
+                self._at(table.get, name, path, DEPTH, self.code.names)
         return self.found
 
-    def _at(self, get: Get, key: Any, path: str, depth: int) -> None:
+    def _at(self, get: Get, key: Any, path: str, depth: int, names: Set[str]) -> None:
         value = get(key, ABSENT)
-        if isinstance(value, PLAIN):
+        if not isinstance(value, (type, ModuleType)) and not (isinstance(value, nn.Module) and id(value) in self.seen):
             while self.found.setdefault(path, (get, key)) != (get, key):  # two functions that one function makes
                 path += "'"
-        elif depth:
-            self._value(value, path, depth - 1)
-
-    def _attributes(self, module: nn.Module, path: str) -> None:
-        """Objects that a module of the model has, and what its class has: its own numbers count whether code names them or not."""
-        table = vars(module)
-        for name in sorted(self.code.names & table.keys() - INTERNAL):
-            if not isinstance(table[name], PLAIN):
-                self._at(table.get, name, f"{path}.{name}", DEPTH)
-        self._of_class(type(module))
+        if depth:
+            self._value(value, path, depth - 1, names)
 
     def _of_class(self, kind: type) -> None:
         if id(kind) not in self.seen:
             self.seen.add(id(kind))
             for name in sorted(self.code.names & defaults_of(kind)):
-                self._at(partial(getattr, kind), name, f"{kind.__module__}.{kind.__qualname__}.{name}", 0)
+                self._at(partial(getattr, kind), name, f"{kind.__module__}.{kind.__qualname__}.{name}", 0, self.code.names)
 
-    def _value(self, value: Any, path: str, depth: int) -> None:
-        if id(value) in self.seen or isinstance(value, torch.Tensor):
+    def _value(self, value: Any, path: str, depth: int, names: Set[str]) -> None:
+        if id(value) in self.seen or isinstance(value, (torch.Tensor, *PLAIN, *VALUES, *FUNCTIONS)):
             return
         if isinstance(value, type):
             return self._of_class(value)
         self.seen.add(id(value))
-        for get, key, name in self._inside(value):
-            self._at(get, key, f"{path}{name}", depth)
-        if not isinstance(value, (list, tuple, Mapping, nn.Module)):
-            self._of_class(type(value))
+        for get, key, name in self._inside(value, names):
+            self._at(get, key, f"{path}{name}", depth, names)
+        self._of_class(type(value))
 
-    def _inside(self, value: Any) -> Iterator[tuple[Get, Any, str]]:
+    def _inside(self, value: Any, names: Set[str]) -> Iterator[tuple[Get, Any, str]]:
         """What a value holds that the code names: how it is got, by which key, and how that is written."""
         if isinstance(value, tuple):  # it may hold what changes
             yield from ((partial(_item, value), i, f"[{i}]") for i, item in enumerate(value[:LONGEST]) if not isinstance(item, PLAIN))
@@ -155,17 +174,26 @@ class _Places:
             yield partial(_length, value), None, " (its length)"
             yield from ((partial(_item, value), i, f"[{i}]") for i in range(min(len(value), LONGEST)))
         elif isinstance(value, Mapping):
-            named = [key for key in dict.fromkeys([*self.code.keys, *sorted(self.code.names)]) if key in value]
-            if not named:
+            fixed = [k for k in value if isinstance(value, dict) or isinstance(value[k], PLAIN)]  # others may make an object when they are asked
+            called = [k for k in fixed if k in self.code.keys or k in names]
+            if not called:
                 yield partial(_length, value), None, " (its length)"
-            yield from ((partial(_of_key, value), key, f"[{key!r}]") for key in named or list(value)[:LONGEST])
+            yield from ((partial(_of_key, value), key, f"[{key!r}]") for key in called or fixed[:LONGEST])
         elif isinstance(value, nn.Module):
             yield from ((vars(m).get, name, f".{path}.{name}".replace("..", ".")) for path, m in value.named_modules() for name, _ in plain_of(m))
+        elif isinstance(value, ModuleType):
+            table = vars(value) if _is_own(value) else {}
+            yield from ((table.get, name, f".{name}") for name in sorted(names & table.keys()) if not isinstance(table[name], FUNCTIONS))
         else:
             table = getattr(value, "__dict__", {})
-            yield from ((table.get, name, f".{name}") for name in sorted(self.code.names & table.keys()))
             slots = {name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())}
-            yield from ((partial(getattr, value), name, f".{name}") for name in sorted(self.code.names & slots))
+            yield from ((table.get, name, f".{name}") for name in sorted(names & table.keys()))
+            yield from ((partial(getattr, value), name, f".{name}") for name in sorted(names & slots))
+
+
+def _is_own(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None) or "<"
+    return is_user_file(file) and "-packages" not in file
 
 
 def _length(value: Any, _: None, default: Any) -> int:

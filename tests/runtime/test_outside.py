@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,10 @@ from torch import nn
 import autoshard
 
 SCALE = 1.0
+INNER = {v: SimpleNamespace(scale=v) for v in (1.0, 0.5)}
+HELD = {v: torch.tensor(v) for v in (1.0, 0.5)}
+step = 0
+"""Like the variable of a training loop, and like an attribute that code names."""
 TABLE = {"scale": 1.0, "calls": 0}
 CALLS = 0
 
@@ -32,7 +37,8 @@ class Config:
     scale: float = 1.0
     doubled: bool = False
     loss: float = 0.0  # that no code names
-    inner: Any = field(default_factory=lambda: SimpleNamespace(scale=1.0))
+    inner: Any = field(default_factory=lambda: SimpleNamespace(scale=1.0, act=torch.relu, step=0))
+    size: tuple[float, ...] = (1.0, 1.0)
 
     def as_it_is(self) -> float:
         return self.scale
@@ -102,7 +108,7 @@ class Model(nn.Module):
         return self.body(self, self.layer(x))
 
     def of_method(self) -> float:
-        return self.config.scale
+        return self.config.scale + 0 * self.config.inner.step
 
 
 def of_global(value: float) -> None:
@@ -135,8 +141,17 @@ BODIES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "whole table": (lambda m, x: x * sum(m.table.values()), lambda m, v: m.table.update(scale=v)),
     "item": (lambda m, x: x * m.scales[0], lambda m, v: m.scales.__setitem__(0, v)),
     "items": (lambda m, x: x * sum(m.scales), lambda m, v: m.scales.__setitem__(1, v)),
+    "size": (lambda m, x: x * sum(m.config.size), lambda m, v: setattr(m.config, "size", (v, v))),
+    "numpy": (lambda m, x: x * m.config.inner.scale, lambda m, v: setattr(m.config.inner, "scale", np.float32(v))),
+    "function": (lambda m, x: m.config.inner.act(x), lambda m, v: setattr(m.config.inner, "act", torch.relu if v == 1.0 else torch.tanh)),
+    "another object": (lambda m, x: x * m.config.inner.scale, lambda m, v: setattr(m.config, "inner", INNER[v])),
+    "tensor": (lambda m, x: x * m.config.inner.scale, lambda m, v: setattr(m.config.inner, "scale", HELD[v])),
     "one item more": (lambda m, x: x * sum(m.scales), lambda m, v: setattr(m, "scales", m.scales[:2]) if v == 1.0 else m.scales.append(v)),
 }
+
+
+BY_OBJECT = ("one item more", "another object", "tensor")
+"""What a copy of the model holds is another object."""
 
 
 def compiled(model: nn.Module) -> Any:
@@ -153,6 +168,7 @@ def test_a_number_that_changes_is_another_variant(form: str) -> None:
         for value in (1.0, 1.0, 0.5, 1.0, 0.5):
             change(model, value)
             change(fast, value)
+            globals()["step"] += 1
             fast.config.loss = model.config.loss = fast.config.loss + 0.5
             assert torch.allclose(fast(x), model(x)), f"{form} at {value}"
         variants = len(fast._steps)
@@ -161,7 +177,7 @@ def test_a_number_that_changes_is_another_variant(form: str) -> None:
             change(model, value)
             change(twin, value)
             assert torch.allclose(twin(x), model(x)), f"the copy, {form} at {value}"
-        assert form == "one item more" or len(twin._steps) == variants == 2, "a variant for each number, none for what no code names"
+        assert form in BY_OBJECT or len(twin._steps) == variants == 2, "a variant for each number, none for what no code names"
     finally:
         change(model, 1.0)
 
