@@ -222,4 +222,5 @@ def _are_alike(before: Any, after: Any) -> bool:
 def _set_locals(frame: FrameType, values: Mapping[str, Any]) -> None:
     """Give local names of a running function new values, as debuggers do."""
     frame.f_locals.update(values)
-    ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))  # needed before Python 3.13
+    if sys.version_info < (3, 13):  # from then on they are the names themselves
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,10 +53,10 @@ class Net(nn.Module):
     def __init__(self, p: float = 0.0) -> None:
         super().__init__()
         self.words, self.mix, self.norm = nn.Embedding(251, 12), nn.Linear(12, 24, bias=False), nn.BatchNorm1d(24)
-        self.drop, self.head = nn.Dropout(p), nn.Linear(24, 6)
+        self.drop, self.head, self.config = nn.Dropout(p), nn.Linear(24, 6), SimpleNamespace(gain=1.0)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.drop(F.gelu(self.norm(self.mix(self.words(ids))))))
+        return self.head(self.drop(F.gelu(self.norm(self.mix(self.words(ids) * self.config.gain)))))
 
 
 def both(seed: int = 0, dtype: torch.dtype = torch.float64, p: float = 0.0) -> Both:
@@ -325,7 +326,7 @@ def freezing() -> None:
 
 
 def changed_attributes() -> None:
-    """A dropout switched off, and a momentum changed, between two steps."""
+    """A dropout switched off, a momentum and a number in a config changed, between two steps."""
     pair = both(8, p=0.5)
     for m in pair:
         m.get_submodule("drop").p = 0.0
@@ -333,7 +334,10 @@ def changed_attributes() -> None:
     for m in pair:
         m.get_submodule("norm").momentum = 0.5
     steps(pair, adamw)
-    assert len(pair[0]._steps) == 2
+    for m in pair:
+        m.config.gain = 0.5
+    steps(pair, adamw)
+    assert len(pair[0]._steps) == 3
     pair[0].get_submodule("drop").p = 1.0
     assert_near("everything dropped", pair[0](batch(0)[0]).detach(), pair[1].head.bias.detach().expand(10, 6), EXACT)
 
