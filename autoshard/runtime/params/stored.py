@@ -28,6 +28,7 @@ from autoshard.program.taken import dense_buffers
 from autoshard.program.tracing.twin import copy_tree, kept_results
 from autoshard.runtime.params import anomalies  # noqa: F401  (tells DTensor of an op)
 from autoshard.runtime.params.dtensor_ops import mend_dtensors
+from autoshard.runtime.params.originals import remember
 from autoshard.runtime.params.rooms import Rooms
 from autoshard.runtime.params.strided import cut, placements
 from autoshard.runtime.ranks.agree import alone, share
@@ -52,6 +53,7 @@ class Stored:
         memo: dict[int, Any] = {key: t.clone() for key, t in kept_results(model).items()}
         for name, t in (*model.named_parameters(), *dense_buffers(model)):
             memo[id(t)] = self._first(name, t)
+        remember(dict(model.named_parameters()), memo)
         self._take(copy_tree(model, memo))
 
     def _take(self, module: nn.Module) -> None:
