@@ -102,7 +102,9 @@ def _told(store: Any, prefix: str, place: Place, text: str, timeout: float, abou
         said = _value(_wait(store, f"{prefix}/facts/{rank}", timeout, f"rank {rank} to come to the same call", place, rank), rank)
         subject, does, theirs = json.loads(said)
         if subject != about:  # one of them goes on with a variant that it has, the other prepares one
-            raise _different(leader, rank, f"{place.pulse.told[2]} against {does}")
+            mine = place.pulse.told[2]
+            raise _different(leader, rank, f"{mine} against {does}" if mine != does else
+                             f"{mine} on both, so attributes, modes or numbers of modules, or numbers that the loss reads, differ")
         yield rank, theirs
 
 

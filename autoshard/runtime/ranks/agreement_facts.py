@@ -10,16 +10,20 @@ from torch import nn
 from autoshard.base.spec import Spec, format_spec
 from autoshard.runtime.compile import Settings
 
+ALL = "all"
+
 
 def call_facts(model: nn.Module, settings: Settings, key: Any, call: int, first: bool) -> dict[str, str]:
     """`key` is that of `CompiledModule._key`. Of the `first` call also the model and the options; later they cannot differ. What lies around the
     loss function may: a rank's number is often there."""
     (grad, autocast, training, trainable, plain, _), tree, leaves, given = key
-    mode = f"{'training' if any(training) else 'evaluation'} mode, gradients {'on' if grad else 'off'}"
+    still = 0 if not any(training) else training.count(False)
+    mode = f"{'training' if any(training) else 'evaluation'} mode" + (f" but for {still} of {len(training)} modules" if still else "")
+    mode += f", gradients {'on' if grad else 'off'}"
     mode += f", autocast to {autocast}" if autocast else ""
     facts = {"mode": mode, "inputs": _inputs(leaves, given), "structure of the arguments": str(tree),
-             "modes of the modules": _digest(training), "trainable parameters": _digest(trainable), "attributes of the modules": _digest(plain),
-             "number of calls": str(call)}
+             "modes of the modules": _digest(training), "trainable parameters": _trainable(model, trainable),
+             "attributes of the modules": _digest(plain), "number of calls": str(call)}
     if not first:
         return facts
     return {"model": type(model).__name__, "parameters": _tensors(model.named_parameters()),
@@ -28,7 +32,14 @@ def call_facts(model: nn.Module, settings: Settings, key: Any, call: int, first:
 
 def in_words(facts: dict[str, str]) -> str:
     """What a call is, for messages."""
-    return f"{facts['mode']} with inputs {facts['inputs']}"
+    trains = facts["trainable parameters"]
+    return f"{facts['mode']}{'' if trains == ALL else f', trainable parameters {trains}'} with inputs {facts['inputs']}"
+
+
+def _trainable(model: nn.Module, trainable: tuple[bool, ...]) -> str:
+    frozen = [name for (name, _), trains in zip(model.named_parameters(), trainable, strict=False) if not trains]
+    more = f" and {len(frozen) - 3} more ({_digest(frozen)})" if frozen[3:] else ""
+    return f"all but {', '.join(frozen[:3])}{more}" if frozen else ALL
 
 
 def inputs_in_words(key: Any) -> str:

@@ -68,6 +68,20 @@ def fewer_rows_while_others_compare() -> None:
         assert model(x).shape == (4, 8), "ranks that agree again go on"
 
 
+def other_modules_while_others_compare() -> None:
+    """The same, where inputs are equal: a parameter is frozen, or an attribute changed, on one rank."""
+    mine, x = dist.get_rank(), torch.ones(4, 8)
+    for change, message in ((lambda m: m[0].bias.requires_grad_(False), "gradients on with inputs .* against .*, trainable parameters all but 0.bias with"),
+                            (lambda m: m[2].eval(), "against training mode but for 1 of 5 modules"),
+                            (lambda m: setattr(m[3], "p", 0.1), "on both, so attributes, modes or numbers of modules")):
+        model = compiled(nn.Sequential(*net(), nn.Dropout(0.0)))
+        model(x)
+        if mine:
+            change(model)
+        with pytest.raises(LoweringError, match=message):
+            model(x)
+
+
 def another_way() -> None:
     """Rank 1 runs a variant it has, and waits in its collective, while rank 0 prepares another: rank 0 finds out."""
     model = compiled(net())
@@ -116,6 +130,7 @@ def disagreements() -> None:
     sets_of_texts()
     differing_calls()
     fewer_rows_while_others_compare()
+    other_modules_while_others_compare()
     another_way()
 
 
