@@ -218,7 +218,7 @@ class CompiledModule(Guidance, nn.Module):
             log.info("new variant of the model (%s): tracing and planning it with the placements of the others",
                      "training" if torch.is_grad_enabled() else "inference")
         given = iter(key[-1])
-        stand_ins = [as_global(v, next(given), self.place) if isinstance(v, torch.Tensor) else v for v in flat]
+        stand_ins = flat if replan else [as_global(v, next(given), self.place) if isinstance(v, torch.Tensor) else v for v in flat]
         self._sync_modes()
         begin = time.perf_counter()
         if not replan and (step := self._lowered.between(key, stand_ins, self._searched, self._traced)) is not None:
@@ -325,11 +325,11 @@ class CompiledModule(Guidance, nn.Module):
         if self._latest is None:
             raise UsageError("replan() needs a variant to plan for; call the model once before")
         key = self._latest[0]
-        flat = self._recipes[key]
+        stand_ins = self._recipes[key]  # whole already: pieces must not be made whole twice
         with torch.set_grad_enabled(key[0][0]):
-            step = self._enter(key, flat, replan=True)
+            step = self._enter(key, stand_ins, replan=True)
         self._stored.move(step.plan.placements, optimizer, step.graph)
-        self._steps, self._recipes, self._searched = {key: step}, {key: flat}, (Known(step.plan, step.graph),)
+        self._steps, self._recipes, self._searched = {key: step}, {key: stand_ins}, (Known(step.plan, step.graph),)
         self._lowered = Variants(self.place, self.settings)
         return step.plan
 
