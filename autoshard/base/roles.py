@@ -17,9 +17,13 @@ class Role(StrEnum):
     USER = "user"
     """A result of the model; the output's name is its index."""
     MUTATION = "mutation"
-    """The new value of the buffer with the output's name."""
+    """The new value of the buffer or parameter with the output's name."""
     SEND = "send"
     """What one stage of a pipeline sends to another; the output's name is that of the wire."""
+
+
+AS_STORED = (Role.GRADIENT, Role.MUTATION)
+"""Of outputs that lie, and are padded, as the parameter (input, buffer) with their name."""
 
 
 @dataclass(frozen=True)

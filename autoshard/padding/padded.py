@@ -8,7 +8,7 @@ from typing import Any
 
 from autoshard.base.graph import Graph, Op, Ref, TensorMeta
 from autoshard.base.mesh import Mesh
-from autoshard.base.roles import Role
+from autoshard.base.roles import AS_STORED
 from autoshard.padding import where_read
 from autoshard.padding.travel import attention, classes, moves, norms, pointwise, products, reductions
 from autoshard.padding.values import Source, next_multiple
@@ -89,9 +89,10 @@ def without_factors(graph: Graph) -> Graph:
 
 
 def marked(graph: Graph) -> Graph:
-    """With the true shapes of parameters at their gradients."""
+    """With the true shapes of parameters at their gradients and new values."""
     true = {op.target: op.outputs[0].unpadded for op in graph.of_kind("param") if op.outputs[0] and op.outputs[0].unpadded}
-    marks: dict[Ref, tuple[int, ...]] = {op.refs[0]: true[name] for name, op in graph.outputs(Role.GRADIENT).items() if op.refs and name in true}
+    given = [item for role in AS_STORED for item in graph.outputs(role).items()]
+    marks: dict[Ref, tuple[int, ...]] = {op.refs[0]: true[name] for name, op in given if op.refs and name in true}
 
     def with_mark(op: Op) -> Op:
         if not any(Ref(op.name, i) in marks for i in range(len(op.outputs))):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autoshard.base.graph import Graph, Op, Ref, TensorMeta
-from autoshard.base.roles import Role
+from autoshard.base.roles import AS_STORED, Role
 from autoshard.base.windows import hold_op
 from autoshard.padding.site import FillWhereMade, Outcome, Site
 from autoshard.padding.values import ANY, FINITE, LOWEST, Fill, Pad, Source, Value
@@ -128,7 +128,7 @@ class Walk:
             self.ops.append(op)
             return
         site, value = Site(self, op, []), self.values[op.refs[0]]
-        pads = self.stored.get(op.target.name, {}) if op.target.role is Role.GRADIENT else {}
+        pads = self.stored.get(op.target.name, {}) if op.target.role in AS_STORED else {}
         for dim, pad in pads.items():
             value = site.filled(site.lengthened(value, dim, pad), dim, 0.0)
         for dim in [d for d in value.pads if d not in pads]:

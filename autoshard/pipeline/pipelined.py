@@ -124,6 +124,9 @@ def _check_buffers(made: Cut) -> None:
     """Every stage has a copy of the buffers that it reads, and is not told what another one writes."""
     for stage in made.stages:
         for name in stage.graph.outputs(Role.MUTATION):
+            if any(name in s.names("param") for s in made.stages):
+                raise UsageError(f"the model writes into its parameter {name!r} in stage {stage.index}, and stages of a pipeline write buffers "
+                                 "alone; write it outside of the model, between steps")
             if others := [s.index for s in made.stages if s is not stage and name in s.names("buffer")]:
                 raise UsageError(f"the buffer {name} is written in stage {stage.index}, and stage {others[0]} has a copy of it, which would stay "
                                  "behind; cut where one stage reads and writes it, or give each stage a buffer of its own")

@@ -30,9 +30,10 @@ def states(graph: Graph) -> frozenset[str]:
 
 
 def free(graph: Graph) -> frozenset[str]:
-    """Names of the states, and of the outputs that write them back."""
-    found = states(graph)
-    return found | {name for name, stored in graph.ties.items() if stored in found}
+    """Names of the states, and of the outputs that write them or a parameter back: that lies as it is stored."""
+    found, written = states(graph), graph.outputs(Role.MUTATION)
+    return found | {written[op.target].name for op in graph.of_kind("param", "buffer")
+                    if op.target in written and (op.kind == "param" or op.name in found)}
 
 
 def _is_statistic(graph: Graph, written: Op) -> bool:

@@ -176,7 +176,7 @@ class Step:
                 outs = self._off_states(self.forward.call(arguments))
             self.write_back(outs[self.n_users:self.n_users + len(self.mutated)])
             return tuple(outs[:self.n_users])
-        kept = [self.local(p.name) for p in self.kept]
+        kept = [self.local(p.name).detach() if p.name in self.mutated else self.local(p.name) for p in self.kept]  # as they are before
         apart = model.keeps_apart()
         result = _Node.apply(self, model, arguments, kept, seed, apart, *self.leaves(tensors, apart))
         return result if isinstance(result, tuple) else (result,)

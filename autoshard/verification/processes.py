@@ -153,7 +153,7 @@ def _results(compiled: Any, users: list[torch.Tensor], inputs: list[Any]) -> dic
         if t.grad is not None:
             grads[f"input:{i}"], t.grad = _whole(t.grad), None
     changed = compiled._latest[1].mutated
-    buffers = {n: _whole(b) for n, b in compiled.named_buffers() if n in changed}
+    buffers = {n: _whole(b) for n, b in (*compiled.named_buffers(), *compiled.named_parameters()) if n in changed}
     return {"users": [_whole(u) for u in users], "grads": grads, "buffers": buffers}
 
 

@@ -52,7 +52,7 @@ def _choices(op: Op, graph: Graph, mesh: Mesh, ops: Mapping[str, OpPlan], stored
     whole = replicated(mesh)
     if op.kind in ("param", "buffer", "input"):
         fixed = {**stored, **inputs}.get(op.target)
-        mutated = op.target in graph.outputs(Role.MUTATION)
+        mutated = op.kind == "buffer" and op.target in graph.outputs(Role.MUTATION)
         specs = [fixed] if fixed else [whole] if mutated else _shards(op.outputs[0], mesh)
         return [OpPlan((), (s,)) for s in specs]
     if op.kind == "tangent":

@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import autoshard
-from autoshard.errors import TraceError
+from autoshard.base.precision import Precision
+from autoshard.errors import TraceError, UsageError
 from autoshard.program.trace import trace
 
 
@@ -63,6 +64,22 @@ def unit_weight(m, x):
     return m.l(x)
 
 
+def in_bounds(m, x):
+    """Trained weights, before and after they are read; the frozen one becomes a copy."""
+    with torch.no_grad():
+        m.l.weight.clamp_(-0.2, 0.2)
+        m.k.weight.copy_(m.l.weight)
+    y = m.l(x) * m.k(x.detach())
+    m.l.bias.data = m.l.bias.data / 2
+    return y
+
+
+def handed_on(m, x):
+    """The weight that another one becomes is trained."""
+    m.k.weight.data = m.l.weight.data
+    return m.l(x) * m.k(x)
+
+
 def doubled_input(m, x):
     x.data = x.data * 2
     return m.l(x)
@@ -106,15 +123,31 @@ def shared_weight(m, x):
     return y
 
 
-@pytest.mark.parametrize("body", [average, written_later, rounded, transposed, rotated])
+@pytest.mark.parametrize("body", [average, written_later, rounded, transposed, rotated, momentum, unit_weight, in_bounds])
 def test_the_new_data_counts(body):
     torch.manual_seed(0)
-    report = autoshard.verify(Body(body), "d=2", (torch.randn(4, 4),), plans=("random:0",), steps=3)
+    report = autoshard.verify(Body(body), "d=2", (torch.randn(4, 4),), plans=("random:0", "fully_sharded"), steps=3)
     assert report.ok, str(report)
 
 
+def test_written_weights_are_padded():
+    torch.manual_seed(0)
+    model = Body(unit_weight)
+    model.l = nn.Linear(4, 23)
+    assert (report := autoshard.verify(model, "d=2", (torch.randn(4, 4),), plans=("fully_sharded", "random:1"), steps=2)).ok, str(report)
+
+
+def test_written_weights_need_their_own_precision_and_no_micro_batches():
+    x = torch.randn(4, 4)
+    with pytest.raises(TraceError, match=r"(?s)'k.weight', of which it has a copy in torch.bfloat16.*'k.bias'"):
+        trace(Body(momentum), (x,), precision=Precision("bf16"))
+    for mesh, count in (("d=2", 2), ("pp=2,d=1", 1)):
+        with pytest.raises(UsageError, match=r"writes into its parameter '?k.weight.* outside of the model"):
+            autoshard.plan(Body(momentum), mesh, (x, x), loss_fn=F.mse_loss, pipeline=autoshard.Pipeline(microbatches=count, inexact="accept"))
+
+
 @pytest.mark.parametrize("body, says", [
-    (momentum, r"(?s)writes into its parameter 'k.weight'.*'k.bias'"), (unit_weight, "writes into its parameter 'l.weight'"),
+    (handed_on, "parameter 'k.weight' share the memory of 'l.weight'.*clone"),
     (doubled_input, "writes into its input"), (other_shape, r"shape \(4,\).*shape \(3,\).* at .*test_assigned_data.py:\d+.*name of its own"),
     (shared_buffers, "buffer 'last' share the memory of 'mean'.*clone"), (shared_data, "buffer 'last' share the memory of 'mean'"),
     (shared_weight, "buffer 'last' share the memory of 'l.weight'"),

@@ -253,6 +253,9 @@ def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _check_mutations(graph: Graph, told: _Found) -> None:
     for name, op in graph.outputs(Role.MUTATION).items():
+        if f"param:{name}" in graph.by_name:  # what is gathered of it before the first micro-batch would stay behind
+            raise UsageError(f"the model writes into its parameter {name!r}, which micro-batches cannot do; write it outside of the model, between "
+                             "steps")
         told(Inexact(graph.op(op.refs[0].op), f"it updates the buffer {name!r} in every micro-batch, each with what the one before wrote"))
 
 

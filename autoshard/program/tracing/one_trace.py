@@ -259,14 +259,13 @@ class OneTrace:
         self.tape.add(Op(str(target), "output", target, (ref,), kwargs, phase=self.tape.phase))
 
     def _mutations(self, twin: nn.Module, inputs: list[torch.Tensor]) -> None:
-        """Buffers that the model wrote in place or assigned anew, in their stored dtype."""
+        """Parameters that the model wrote, and buffers that it wrote in place or assigned anew, in their stored dtype."""
         for i, t in enumerate(inputs):
             if self.assigned.is_written(t):
                 self.tape.refuse(f"the model writes into its input {self.names[i]} in place; write into a copy (.clone()), or make what is "
                                  "carried from call to call, such as a cache, a buffer of the model")
-        for name in self.params:
-            if self.assigned.is_written(self.stored[name]):
-                self.tape.refuse(f"the model writes into its parameter {name!r} in place; make it a buffer")
+        for name in self.assigned.parameters(twin, self.params, self.stored):
+            self._output(Output(Role.MUTATION, name), self.stored[name])
         for name in self.buffers:
             stored, now = self.stored[name], returned(twin.get_buffer(name))
             if now is not self.placed[name] or self.assigned.is_written(now):

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autoshard import _torch
 from autoshard.base.graph import Graph, TensorMeta
+from autoshard.base.pads import shorter
 from autoshard.base.precision import Precision
 from autoshard.base.random import mix
 from autoshard.base.spec import Spec, format_spec, local_shape, replicated
@@ -232,10 +233,12 @@ class Stored:
             held.copy_(value)
 
     def write(self, name: str, value: torch.Tensor) -> None:
-        """A buffer's new local value. The old tensor is left alone: backward may still read it."""
+        """A new local value of a buffer, or of a parameter with its pad. The old tensor is left alone: backward may still read it."""
         if value.is_inference():  # no later call with gradients could take it
             with torch.inference_mode(False):
                 value = value.clone()
+        if name in self.params:
+            return self._put(name, shorter(value, self._held(name).shape), self.specs[name])
         if self.place.device_mesh is not None:
             self.buffers[name]._local_tensor = value
             return

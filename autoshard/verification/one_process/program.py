@@ -75,12 +75,20 @@ class Program:
                 if name == FORWARD and results is not None:
                     self._weigh(results, m, given_out, given)
             for port in [p for p in outcome if p.kind == Role.MUTATION]:
-                self.local[port.name] = outcome[port]
+                self._write(port.name, outcome[port])
         self._grads = {port.name: value for port, value in outcome.items() if port.kind == Role.GRADIENT}
         if results is not None and (factor := results.factor) is not None:
             for g in {id(g): g for pieces in self._grads.values() for g in pieces}.values():
                 g.mul_(factor)
         return self._outcome(outcome, results)
+
+    def _write(self, name: str, pieces: Ranked) -> None:
+        """A new value: of a parameter into the pieces that there are, which an optimizer may have."""
+        if f"param:{name}" not in self.graph.by_name:
+            self.local[name] = pieces
+            return
+        for held, piece in zip(self.local[name], pieces, strict=True):
+            held.copy_(piece)
 
     def whole_name(self, op: str) -> str | None:
         """What an op of the program is called in the graph as it was traced, without ops that are run again."""

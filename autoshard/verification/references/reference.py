@@ -12,6 +12,7 @@ from torch import nn
 from autoshard._torch import pytree
 from autoshard.base.graph import Graph, Op
 from autoshard.base.precision import Precision
+from autoshard.base.roles import Role
 from autoshard.program.calling import Traced
 from autoshard.program.interpret import results_of, values
 from autoshard.program.taken import dense_buffers
@@ -29,7 +30,7 @@ Numbers = Mapping[str, tuple[torch.Tensor, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """One step's results: user outputs, gradients and buffers by name. `values`: of every op, where known."""
+    """One step's results: user outputs, gradients, and buffers and written parameters by name. `values`: of every op, where known."""
 
     users: tuple[torch.Tensor, ...]
     grads: Mapping[str, torch.Tensor]
@@ -71,7 +72,9 @@ class Eager:
         inputs = [t for t in self.binding.flatten(args, kwargs)[0] if isinstance(t, torch.Tensor)]
         grads = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
         grads |= {f"input:{i}": t.grad for i, t in enumerate(inputs) if t.grad is not None}
+        written = self.graph.outputs(Role.MUTATION)
         buffers = {n: b.detach().clone() for n, b in dense_buffers(self.model)}
+        buffers |= {n: p.detach().clone() for n, p in self.model.named_parameters() if n in written}
         return Expected(tuple(u.detach() for u in users), grads, buffers)
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -137,7 +140,7 @@ class Interpreted:
         found = values(self.traced, self.state, args, kwargs, instead=instead)
         results = results_of(self.traced, found)
         self._grads = results.grads
-        self.state.update(results.mutations)
+        self.state.update({n: t.clone() for n, t in results.mutations.items()})  # the optimizer writes into parameters among them
         return Expected(results.users, results.grads, results.mutations, found)
 
     def update(self, make: MakeOptimizer) -> None:
@@ -145,7 +148,7 @@ class Interpreted:
             self._params = {n: nn.Parameter(self.state[n]) for n in self._grads if n in self.state}
             self._optimizer = make(list(self._params.values()))
         for name, p in self._params.items():
-            p.grad = self._grads[name]
+            p.data, p.grad = self.state[name], self._grads[name]
         self._optimizer.step()
 
     def weights(self) -> Mapping[str, torch.Tensor]:

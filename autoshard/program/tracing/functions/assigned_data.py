@@ -3,10 +3,11 @@
 And memory that buffers share after such an assignment, or after `self.a = self.b`."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autoshard import _torch
@@ -39,15 +40,30 @@ class AssignedData(TorchFunctionMode):
         """Whether the data of a traced tensor was assigned."""
         return id(t) in self._assigned
 
+    def parameters(self, twin: nn.Module, names: Iterable[str], stored: Mapping[str, Any]) -> Iterator[str]:
+        """Those that the model wrote: averages of others, as of a momentum encoder, and those that it keeps in bounds. `twin`: the model that ran,
+        which holds casts of what is stored under a precision policy."""
+        for name in names:
+            path, _, key = name.rpartition(".")
+            now = twin.get_submodule(path)._parameters.get(key)
+            if now is not None and now is not stored[name] and self.is_written(now):
+                self.refuse(f"the model writes into its parameter {name!r}, of which it has a copy in {now.dtype} under the precision policy; the "
+                            "parameter itself would stay as it is, so write it outside of the model, between steps")
+            if self.is_written(stored[name]):
+                if self.has(stored[name]):
+                    self.refuse_shared(name, stored[name], stored, dict(twin.named_buffers()))
+                yield name
+
     def refuse_shared(self, name: str, now: Any, stored: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
-        """A buffer that the model assigns must not become the memory of a trained parameter, nor of another buffer that is written in place: in eager
-        mode both are one from then on, and a compiled model keeps them apart. `stored`: parameters and buffers, as they were."""
-        in_place = {n: t for n, t in stored.items() if n not in buffers and t.requires_grad}
+        """A buffer or parameter that the model assigns must not become the memory of a trained parameter, nor of another tensor that is written in
+        place: in eager mode both are one from then on, and a compiled model keeps them apart. `stored`: parameters and buffers, as they were."""
+        in_place = {n: t for n, t in stored.items() if n not in buffers and n != name and (t.requires_grad or _torch.was_mutated(t))}
         in_place |= {n: t for n, t in buffers.items() if n != name and (_torch.was_mutated(t) or _torch.was_mutated(now))}
         other = next((n for n, t in in_place.items() if _torch.storage_key(t.elem) == _torch.storage_key(now.elem)), None)
         if other is not None:
-            self.refuse(f"the model makes buffer {name!r} share the memory of {other!r}, so that what is written to one would change the other in "
-                        "later calls; give the buffer a copy of its own (.clone())")
+            kind = "buffer" if name in buffers else "parameter"
+            self.refuse(f"the model makes {kind} {name!r} share the memory of {other!r}, so that what is written to one would change the other in "
+                        f"later calls; give the {kind} a copy of its own (.clone())")
 
     def _assign(self, t: Any, value: Any) -> None:
         if (value.shape, value.dtype) != (t.shape, t.dtype):
