@@ -216,6 +216,7 @@ SHAPES = ("size", "sizes", "shape", "repeats")
 COUNTS_OF_SAMPLES = frozenset({(aten.native_group_norm.default, "N")})
 """Arguments that say how many samples there are, which the input says too."""
 SUMS = (aten.sum.default, aten.sum.dim_IntList)
+INDEXED = (aten.index.Tensor, aten.index_put.default, aten._unsafe_index_put.default)
 REPEATED = ("zeros", "ones", "full", "empty", "expand", "fill", "scalar_tensor", "repeat")
 """Ops that make the same numbers everywhere along a new dim."""
 
@@ -229,19 +230,32 @@ def _numbers_of_rows(pair: Pair) -> tuple[Relation, ...] | None:
 
 
 def _of_rows(pair: Pair) -> tuple[Relation, ...]:
-    """Numbers of samples may be viewed otherwise, and pick the samples themselves."""
+    """Numbers of samples may be viewed otherwise, and pick the samples themselves or write into them."""
     if registry.is_view(pair.whole) or registry.is_cast(pair.whole):
         _check_arguments(pair)
         return tuple(Rows(r.dim) if isinstance(r, Cut) else r for r in _by_rule(pair, Added(Fraction(1))))
-    if pair.whole.target is aten.index.Tensor and isinstance(pair.inputs[0], Cut) and not pair.graph.meta(pair.whole.refs[0]).is_flat:
-        given = iter(pair.inputs[1:])
-        by = [None if index is None else next(given) for index in pair.whole.args[1]]
-        others = by[:pair.inputs[0].dim] + by[pair.inputs[0].dim + 1:]
-        if pair.inputs[0].dim < len(by) and isinstance(by[pair.inputs[0].dim], Rows) and all(i is None or isinstance(i, Same) for i in others):
-            whole, part = pair.whole.outputs[0], pair.part.outputs[0]
-            assert whole is not None and part is not None, "indexing makes a tensor"
-            return (Cut(cut_dim(whole, part, pair)),)
+    if pair.whole.target in INDEXED and _by_own_number(pair):
+        _check_arguments(pair)
+        whole, part = pair.whole.outputs[0], pair.part.outputs[0]
+        assert whole is not None and part is not None, "indexing makes a tensor"
+        return (Cut(cut_dim(whole, part, pair)),)
     raise pair.refuse("it reads the numbers of the samples in the batch")
+
+
+def _by_own_number(pair: Pair) -> bool:
+    """Whether every sample is read or written under its own number, as in `h[torch.arange(n), last]`: what belongs to a sample of the other
+    indices, and of the values that are written, lies where its number does."""
+    (base, *given), (meta, *metas) = pair.inputs, map(pair.graph.meta, pair.whole.refs)
+    if not isinstance(base, Cut) or meta.is_flat or any(m.is_flat for m in metas):
+        return False
+    left = iter(zip(given, metas, strict=True))
+    by = {d: next(left) for d, index in enumerate(pair.whole.args[1]) if index is not None}
+    if [d for d, (i, _) in by.items() if isinstance(i, Rows)] != [base.dim] or any(isinstance(i, Added) for i in given):
+        return False
+    (place, *others) = {m.ndim - i.dim for i, m in by.values() if isinstance(i, Cut | Rows)}  # counted from the end, as broadcasting does
+    together = max(by) - min(by) + 1 == len(by)
+    behind = meta.ndim - len(by) - (min(by) if together else 0)  # dims of the result behind those of the indices
+    return not others and all(m.ndim - v.dim == place + behind for v, m in left if isinstance(v, Cut))
 
 
 # --- ops with their own ways ---

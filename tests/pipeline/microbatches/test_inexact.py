@@ -35,9 +35,29 @@ def picked(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(1, (4, 2))[torch.arange(x.shape[0])[:, None], torch.arange(4)].flatten(1)
 
 
-def test_samples_may_be_picked_by_their_numbers() -> None:
+def last_tokens(x: torch.Tensor) -> torch.Tensor:
+    """Of every sample what its own data says, in a dim before the one of the samples, and by several numbers a sample."""
+    h, rows = x.unflatten(1, (4, 2)), torch.arange(x.shape[0])
+    last = h[..., 0].argmax(1)
+    both = h[rows[:, None], torch.stack([last, last * 0], 1)]
+    return torch.cat([h[rows, last], h.transpose(0, 1)[last, rows], both.flatten(1)], 1)
+
+
+def own_margins(x: torch.Tensor) -> torch.Tensor:
+    """Written where the data of a sample says, as the margin of a face's class is."""
+    at = torch.arange(x.shape[0]), x.detach().argmin(1)
+    return x.index_put(at, x[at].cos()).index_put(at, x.new_ones(()), accumulate=True)
+
+
+@pytest.mark.parametrize("middle", [picked, last_tokens, own_margins])
+def test_samples_may_be_picked_by_their_numbers(middle: Callable) -> None:
     for count in (2, 6):
-        assert_same(Net(picked), (features(), classes()), F.cross_entropy, count)
+        assert_same(Net(middle), (features(), classes()), F.cross_entropy, count)
+
+
+def crossed(x: torch.Tensor) -> torch.Tensor:
+    """Of every sample what the data of all others say."""
+    return x * x[torch.arange(x.shape[0])[:, None], x.argmax(1)[None]].sum(1, keepdim=True)
 
 
 def by_size(x: torch.Tensor) -> torch.Tensor:
@@ -65,6 +85,7 @@ def halves(x: torch.Tensor) -> torch.Tensor:
 
 
 INEXACT = {contrast: "mixes samples", normed: "mixes samples", largest: "largest or smallest", numbered: "numbers of the samples",
+           crossed: "numbers of the samples",
            by_size: "its argument", balanced: "not linear in a sum over samples", by_constant: "a constant that is 12 for the batch and 4 for a micro-batch",
            by_square: "its result is (12, 12) for the batch and (4, 4) for a micro-batch", written: "by their numbers", halves: "no part of it"}
 
