@@ -63,7 +63,7 @@ def _choices(op: Op, graph: Graph, mesh: Mesh, ops: Mapping[str, OpPlan], stored
             spec = whole if outputs == "replicate" else next(
                 (tuple(R if is_partial(p) else p for p in ops[r.op].outputs[r.index]) for r in op.refs), whole)
             return [OpPlan((spec,), ())]
-        return [OpPlan((ops[graph.ties[op.name]].outputs[0],), ())]
+        return [OpPlan((ops[graph.ties[op.name]].outputs[0] if op.name in graph.ties else whole,), ())]
     return _strategies(graph, op, mesh)
 
 

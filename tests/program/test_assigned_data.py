@@ -74,6 +74,19 @@ def in_bounds(m, x):
     return y
 
 
+def are_parameters(m, x):
+    """Code may ask; an operator in place sets the attribute to what it was."""
+    with torch.no_grad():
+        m.l.weight *= 0.5
+        m.k.bias += 1
+    return m.k(m.l(x)) * (2 if isinstance(m.l.weight, nn.Parameter) else 3)
+
+
+def renewed(m, x):
+    m.k.weight = nn.Parameter(m.k.weight + m.l.weight.detach(), requires_grad=False)
+    return m.l(x) * m.k(x)
+
+
 def handed_on(m, x):
     """The weight that another one becomes is trained."""
     m.k.weight.data = m.l.weight.data
@@ -123,7 +136,7 @@ def shared_weight(m, x):
     return y
 
 
-@pytest.mark.parametrize("body", [average, written_later, rounded, transposed, rotated, momentum, unit_weight, in_bounds])
+@pytest.mark.parametrize("body", [average, written_later, rounded, transposed, rotated, momentum, unit_weight, in_bounds, are_parameters])
 def test_the_new_data_counts(body):
     torch.manual_seed(0)
     report = autoshard.verify(Body(body), "d=2", (torch.randn(4, 4),), plans=("random:0", "fully_sharded"), steps=3)
@@ -147,6 +160,7 @@ def test_written_weights_need_their_own_precision_and_no_micro_batches():
 
 
 @pytest.mark.parametrize("body, says", [
+    (renewed, "another parameter in the place of its parameter 'k.weight'.*copy_"),
     (handed_on, "parameter 'k.weight' share the memory of 'l.weight'.*clone"),
     (doubled_input, "writes into its input"), (other_shape, r"shape \(4,\).*shape \(3,\).* at .*test_assigned_data.py:\d+.*name of its own"),
     (shared_buffers, "buffer 'last' share the memory of 'mean'.*clone"), (shared_data, "buffer 'last' share the memory of 'mean'"),

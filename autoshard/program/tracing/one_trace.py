@@ -208,6 +208,7 @@ class OneTrace:
         if self.precision is not None:
             self.precision.cast(twin)
         self.placed = {name: twin.get_buffer(name) for name in self.buffers}
+        self.assigned.watch_parameters(twin, self.params)
 
     def _input_value(self, leaf: Any, inputs: list[torch.Tensor]) -> Any:
         """What the model gets: floating inputs in the compute dtype, but not the target of the loss."""
@@ -264,7 +265,7 @@ class OneTrace:
             if self.assigned.is_written(t):
                 self.tape.refuse(f"the model writes into its input {self.names[i]} in place; write into a copy (.clone()), or make what is "
                                  "carried from call to call, such as a cache, a buffer of the model")
-        for name in self.assigned.parameters(twin, self.params, self.stored):
+        for name in self.assigned.parameters(twin, self.stored):
             self._output(Output(Role.MUTATION, name), self.stored[name])
         for name in self.buffers:
             stored, now = self.stored[name], returned(twin.get_buffer(name))

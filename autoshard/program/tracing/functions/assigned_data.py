@@ -26,6 +26,7 @@ class AssignedData(TorchFunctionMode):
         super().__init__()
         self.refuse = refuse
         self._assigned: dict[int, torch.Tensor] = {}
+        self._parameters: dict[str, tuple[dict[str, Any], str, torch.Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func != ASSIGN or not _torch.is_traced(args[0]):
@@ -40,14 +41,22 @@ class AssignedData(TorchFunctionMode):
         """Whether the data of a traced tensor was assigned."""
         return id(t) in self._assigned
 
-    def parameters(self, twin: nn.Module, names: Iterable[str], stored: Mapping[str, Any]) -> Iterator[str]:
-        """Those that the model wrote: averages of others, as of a momentum encoder, and those that it keeps in bounds. `twin`: the model that ran,
-        which holds casts of what is stored under a precision policy."""
+    def watch_parameters(self, twin: nn.Module, names: Iterable[str]) -> None:
+        """Before the model runs: remember what it holds for its parameters (under a precision policy casts), which are such to its code."""
         for name in names:
             path, _, key = name.rpartition(".")
-            now = twin.get_submodule(path)._parameters.get(key)
-            if now is not None and now is not stored[name] and self.is_written(now):
-                self.refuse(f"the model writes into its parameter {name!r}, of which it has a copy in {now.dtype} under the precision policy; the "
+            table = twin.get_submodule(path)._parameters
+            self._parameters[name] = table, key, table[key]
+            table[key]._is_param = True  # what isinstance(t, nn.Parameter) asks for
+
+    def parameters(self, twin: nn.Module, stored: Mapping[str, Any]) -> Iterator[str]:
+        """Those that the model wrote: averages of others, as of a momentum encoder, and those that it keeps in bounds."""
+        for name, (table, key, held) in self._parameters.items():
+            if (now := table.get(key)) is not None and now is not held:
+                self.refuse(f"the model puts another parameter in the place of its parameter {name!r}; write the numbers of the new one instead: "
+                            "with torch.no_grad(): parameter.copy_(new)")
+            if held is not stored[name] and self.is_written(held):
+                self.refuse(f"the model writes into its parameter {name!r}, of which it has a copy in {held.dtype} under the precision policy; the "
                             "parameter itself would stay as it is, so write it outside of the model, between steps")
             if self.is_written(stored[name]):
                 if self.has(stored[name]):
