@@ -21,6 +21,7 @@ numbers than for plain tensors for
   some leave out a step that others take;
 * scans, `argmax` and the backward of `select` whose dim is counted from the end (`p.cumsum(-1)`): another dim, or an error;
 * `renorm_`, once `renorm` was called: the piece is called the whole;
+* random numbers on CPUs: each rank's own ([drawn.py](drawn.py));
 * numbers that ids pick along a split dim (`log_probs.gather(1, actions)`): whoever reads them a second time gets an error;
 and for `_foreach_copy_`, with which loops put averaged weights in place, it has nothing at all. What it refuses to do in place, as on what is not
 added up (`p.norm().clamp_(min=eps)`, `p.sum().add_(1)`), is done out of place, and written. A number is written where a mask says
@@ -40,7 +41,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from autoshard import _torch
-from autoshard.runtime.params import plain, slices, whole
+from autoshard.runtime.params import drawn, plain, slices, whole
 from autoshard.runtime.params.assigned_data import take_assigned_data
 from autoshard.runtime.params.mixed_lists import OPS, apart, norm_of_both
 from autoshard.runtime.params.strided import cut
@@ -304,6 +305,7 @@ def _one_by_one(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 MENDED: dict[Run, tuple[Any, ...]] = {
     _number: (aten._local_scalar_dense.default,),
+    drawn.drawn: drawn.OPS,
     _any: (aten.any.default, aten.any.dim, aten.any.dims),
     _in_other_ops: tuple(op.default for op in (*LOSSES, *BACKWARDS, aten.binary_cross_entropy_with_logits)),
     _norm: (aten.linalg_vector_norm.default,),

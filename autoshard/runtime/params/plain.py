@@ -37,21 +37,33 @@ def compare(op: Any, args: Sequence[Any]) -> None:
     if first is None or not given or op._schema.is_mutable and not any(p.is_replicate() for p in first.placements):
         return  # into a tensor of which no two ranks have the same piece each may write what it has
     for t in given:
-        key = op, t.shape, t.dtype
-        _calls[key] += 1
-        if is_due(_calls[key] - 1, "first") and not _is_same(t.detach(), first.device_mesh, op):
+        if _is_due(op, t) and not _is_same(t.detach(), first.device_mesh, f"do {op} of a DTensor and a plain tensor"):
             raise UsageError(f"ranks have different numbers in the plain tensor of {tuple(t.shape)} that {op} takes beside a DTensor, where it "
                              "counts as the whole tensor, the same on all ranks. If it is this rank's part of a batch, pass "
                              "DTensor.from_local(t, p.device_mesh, [Shard(0), ...]), or take .full_tensor() of the DTensor; if it is random, draw "
                              "it under a seed that all ranks have")
 
 
+def compare_drawn(op: Any, t: torch.Tensor, x: DTensor) -> None:
+    """The same for random numbers that every rank drew for the whole `x`, of which some ranks have copies. Every rank calls this."""
+    if any(p.is_replicate() for p in x.placements) and _is_due(op, t) and not _is_same(t, x.device_mesh, f"draw numbers of a DTensor ({op})"):
+        raise UsageError(f"ranks draw different numbers in {op} of a DTensor of {tuple(x.shape)} that some of them have copies of: their "
+                         "generators are not in the same state. Seed all ranks alike before (torch.manual_seed), or pass generator=, made with "
+                         "a seed that all ranks have")
+
+
+def _is_due(op: Any, t: torch.Tensor) -> bool:
+    key = op, t.shape, t.dtype
+    _calls[key] += 1
+    return is_due(_calls[key] - 1, "first")
+
+
 @torch.no_grad()
-def _is_same(t: torch.Tensor, mesh: Any, op: Any) -> bool:
+def _is_same(t: torch.Tensor, mesh: Any, do_what: str) -> bool:
     flat = (torch.view_as_real(t) if t.is_complex() else t).to(torch.float64).flatten().nan_to_num()
     number = flat @ torch.arange(len(flat), dtype=torch.float64, device=t.device).cos()
     seen = torch.stack([number, -number, flat.norm()]).to(mesh.device_type)
-    with told_if_alone(f"do {op} of a DTensor and a plain tensor"):
+    with told_if_alone(do_what):
         for axis in range(mesh.ndim):
             dist.all_reduce(seen, dist.ReduceOp.MAX, group=mesh.get_group(axis))
     most, least, norm = seen.tolist()

@@ -12,12 +12,11 @@ from torch.distributed.tensor import DTensor
 aten = torch.ops.aten
 SLICES = (aten.select.int, aten.slice.Tensor, aten.diagonal.default, aten.split.Tensor, aten.split_with_sizes.default, aten.view.default)
 """Of a view that merges dims torch has none of pieces that are not equally long, so those are gathered ([whole.py](whole.py))."""
-WRITES = """acos_ acosh_ add_ addbmm_ addmm_ addmv_ addr_ asin_ asinh_ atan2_ atan_ atanh_ baddbmm_ bernoulli_ bitwise_and_ bitwise_not_
-    bitwise_or_ bitwise_xor_ ceil_ celu_ clip_ copysign_ cos_ cosh_ cumprod_ cumsum_ div_ elu_ eq_ erf_ erfc_ erfinv_ exp2_ expm1_
-    exponential_ floor_ floor_divide_ fmod_ frac_ ge_ geometric_ gt_ hardswish_ hardtanh_ heaviside_ hypot_ index_fill_ le_ leaky_relu_
-    log10_ log1p_ log2_ log_normal_ logical_and_ logical_not_ logical_or_ logical_xor_ logit_ lt_ masked_fill_ masked_scatter_ mish_ mul_
-    ne_ nextafter_ normal_ pow_ put_ relu_ remainder_ renorm_ scatter_ scatter_reduce_ sgn_ sigmoid_ sign_ silu_ sin_ sinc_ sinh_ square_
-    sub_ tan_ tanh_ threshold_ tril_ triu_ uniform_ xlogy_ zero_""".split()
+WRITES = """acos_ acosh_ add_ addbmm_ addmm_ addmv_ addr_ asin_ asinh_ atan2_ atan_ atanh_ baddbmm_ bitwise_and_ bitwise_not_ bitwise_or_
+    bitwise_xor_ ceil_ celu_ clip_ copysign_ cos_ cosh_ cumprod_ cumsum_ div_ elu_ eq_ erf_ erfc_ erfinv_ exp2_ expm1_ floor_ floor_divide_
+    fmod_ frac_ ge_ gt_ hardswish_ hardtanh_ heaviside_ hypot_ index_fill_ le_ leaky_relu_ log10_ log1p_ log2_ logical_and_ logical_not_
+    logical_or_ logical_xor_ logit_ lt_ masked_fill_ masked_scatter_ mish_ mul_ ne_ nextafter_ pow_ put_ relu_ remainder_ renorm_ scatter_
+    scatter_reduce_ sgn_ sigmoid_ sign_ silu_ sin_ sinc_ sinh_ square_ sub_ tan_ tanh_ threshold_ tril_ triu_ xlogy_ zero_""".split()
 """What else is written into slices, besides ops that are done here in another way than torch's."""
 OF = "_autoshard_slice_of"
 

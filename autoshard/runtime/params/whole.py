@@ -116,7 +116,7 @@ def _formatted(x: DTensor, how: str) -> str:
 
 
 def _pickled(x: DTensor, protocol: Any) -> Any:
-    if any(p.is_shard() for p in x.placements):
+    if not all(p.is_replicate() for p in x.placements):
         _warn_of_pieces()
     return torch.Tensor.__reduce_ex__(x, protocol)
 

@@ -46,6 +46,8 @@ NUMBERS = {
         "numpy": lambda p: p.numpy()[-1].sum(), "text": lambda p: f"{p.sum():.3f}", "scan from the end": lambda p: (p.cumsum(-1).cos() + p.cumsum(-2).cos()).sum(),
         "largest from the end": lambda p: p.argmax(-2).sum() + 10 * p.argmax(-1).sum(), "svd": lambda p: torch.linalg.svdvals(p)[1],
         "filled with a number of it": lambda p: p.clone().fill_(p.max()).sum(), "sigmoid of a sum": lambda p: p.sum(0).sigmoid_().sum(),
+        "noise of its sums": lambda p: (torch.manual_seed(3), torch.randn_like(p.sum(0)).square().sum() + torch.rand_like(p[:3], generator=_seeded()).sum())[1],
+        "behind noise": lambda p: (torch.manual_seed(4), F.dropout(p), torch.rand_like(p), torch.randn(()))[3],
         "scan in place": lambda p: p.clone().T.cumsum_(0).cos().sum()}.items()},
     "a vector": lambda p: len(_vector(p) @ p.detach()), "squeezed": lambda p: len(p.detach().sum(0, keepdim=True).squeeze_(0)),
 }
@@ -94,6 +96,8 @@ WRITES = {
     "scans": lambda p: p.cumprod_(-1).T.cumsum_(-1).T, "triangle": lambda p: p.triu_(-3), "norms of rows": lambda p: p.renorm_(2, 0, 3.0),
     "outer": lambda p: p.addr_(p.sum(1), torch.arange(6.0, dtype=p.dtype), alpha=0.1), "at least": lambda p: (torch._foreach_maximum_([p], -3.0), p)[1],
     "plain sum": lambda p: p.copy_(torch.eye(6, dtype=p.dtype).addmm_(p.T, p, beta=0.9).cos_()[:1].expand(p.shape)).add_(_odd(p)),
+    "noise": lambda p: (torch.manual_seed(1), p.add_(torch.randn_like(p)).mul_(torch.bernoulli(p.sigmoid())).add_(torch.normal(p, 0.1)))[1],
+    "drawn in place": lambda p: (torch.manual_seed(2), p.add_(p.clone().normal_(), alpha=0.1).add_(p.clone().exponential_()), p[1:5].random_(-2, 3), p)[3],
     "scatter_add_": lambda p: p.scatter_add_(0, _like(p, [[5] * 6, [0] * 6]), p[:2] * 3),
 }
 
@@ -101,6 +105,10 @@ WRITES = {
 def _odd(p: torch.Tensor) -> torch.Tensor:
     """A plain mask as large as `p`."""
     return (torch.arange(p.numel()) % 3 == 1).view(p.shape)
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
 
 
 def _shared(p: torch.Tensor) -> torch.Tensor:
@@ -210,6 +218,11 @@ def ranks_differ() -> None:
                   lambda: p[:2] * own, lambda: torch.where(own > 0.5, p[:2], own), lambda: torch.lerp(p[:2], own, 0.5), lambda: p[:2] > own):
         with pytest.raises(UsageError, match="ranks have different numbers in the plain tensor of .2, 6."):
             mixed()
+    torch.manual_seed(torch.distributed.get_rank())
+    for draw in (lambda: whole.clone().normal_(), lambda: torch.rand_like(whole[:3]), lambda: torch.bernoulli(whole / 2)):
+        with pytest.raises(UsageError, match="ranks draw different numbers in .* of a DTensor of .*: their generators are not in the same state. Seed all"):
+            draw()
+    p.clone().normal_()
     told = []
     with patch.object(whole_tensors.log, "warning", told.append):
         for t in (whole, p, p):
