@@ -219,8 +219,9 @@ def convert(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tens
     return module._apply(change)
 
 
-no_autocast, no_dispatch = torch._C._DisableAutocast, torch._C._DisableTorchDispatch
-"""Contexts. Backward runs outside the user's autocast context; ops of a DTensor are those of the tensor without memory that it is to C++."""
+no_autocast, no_dispatch, dispatched_by = torch._C._DisableAutocast, torch._C._DisableTorchDispatch, torch._C._ForceDispatchKeyGuard
+KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+"""Contexts. Backward runs outside the user's autocast; ops of a DTensor are C++'s, by `dispatched_by(*KEYS)` its own (in `torch.tensor([loss])`)."""
 
 
 def gradients(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
@@ -392,8 +393,7 @@ def compile_with_inductor(module: torch.fx.GraphModule, arguments: list[Any], ow
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, torch.no_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         fakes = [torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=a.device) if isinstance(a, torch.Tensor) else a for a in arguments]
         decomposed = make_fx(module, decomposition_table={**select_decomp_table(), **own}, tracing_mode="real")(*fakes)
         compiled = compile_fx_inner(decomposed, fakes, is_inference=True)

@@ -14,14 +14,16 @@ numbers than for plain tensors for
 * `squeeze_` (in `v @ p`): the dim stays;
 * `+` and `-` of a sum that is not added up (`(p == 0).sum()`) and a number, once such a sum of 64 bits met a whole DTensor: torch's cache takes
   the two for the same, and every rank adds the number; where the number came first (`sum(... for p in parameters)` begins with 0), torch fails;
+* `torch.div(2, p.sum())`, once `p.sum() / 2` was asked: that, and so is what divides a whole tensor after it;
 * the same of a sum and a whole DTensor, both of integers: torch adds them in float32;
-* `cat` of norms that are not added up and other tensors: their sum adds up powers of all of them;
+* `cat` and `stack` of norms that are not added up and other tensors: their sum adds up powers of all of them;
 * writes into a slice along a split dim (`p[0] = 0`): they go into a copy ([slices.py](slices.py));
 * what `GradScaler` looks for in gradients that lie in different ways: ranks hear of numbers that are not finite as the first gradient lies, so that
   some leave out a step that others take;
 * scans, `argmax` and the backward of `select` whose dim is counted from the end (`p.cumsum(-1)`): another dim, or an error;
 * `renorm_`, once `renorm` was called: the piece is called the whole;
 * random numbers on CPUs: each rank's own ([drawn.py](drawn.py));
+* views of weights, and numbers of them, in `torch.inference_mode()`: an error;
 * numbers that ids pick along a split dim (`log_probs.gather(1, actions)`): whoever reads them a second time gets an error;
 and for `_foreach_copy_`, with which loops put averaged weights in place, it has nothing at all. What it refuses to do in place, as on what is not
 added up (`p.norm().clamp_(min=eps)`, `p.sum().add_(1)`), is done out of place, and written. A number is written where a mask says
@@ -58,6 +60,8 @@ IN_PLACE = (*LINEAR, *ADDS, aten.sqrt_.default, aten.rsqrt_.default, aten.recipr
             aten.log_.default, aten.abs_.default, aten.round_.default, aten.trunc_.default, aten.nan_to_num_.default, aten.clamp_.default,
             aten.clamp_.Tensor, aten.clamp_min_.default, aten.clamp_max_.default, aten.masked_fill_.Scalar, aten.lerp_.Scalar, aten.lerp_.Tensor,
             aten.addcmul_.default, aten.addcdiv_.default)
+VIEWS = tuple(getattr(getattr(aten, name), overload) for name in "detach alias expand permute squeeze t transpose unbind unsqueeze".split()
+              for overload in getattr(aten, name).overloads() if "Dimname" not in overload)
 BACKWARDS = (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward, aten.soft_margin_loss_backward,
              aten.binary_cross_entropy_backward)
 
@@ -159,8 +163,7 @@ def _mean_of_counted(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the op out of place gives, written to where the tensors lie."""
-    of_name = getattr(aten, op._schema.name[len("aten::"):-1])
-    made = getattr(of_name, op._overloadname if op._overloadname in of_name.overloads() else "default")(*args, **kwargs)
+    made = getattr(aten, op._schema.name[len("aten::"):-1])(*args, **kwargs)
     if isinstance(args[0], DTensor):
         return _put(args[0], made)
     for x, value in zip(args[0], made, strict=True):
@@ -169,12 +172,12 @@ def _in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _put(x: DTensor, value: Any) -> DTensor:
     """Views of it stay right: where it is a sum that is not added up, the first rank has the value then, and the others zeros. A norm has no such
-    shares of negative numbers, so it becomes a whole tensor."""
+    shares of negative numbers, and a product none of zeros, so they become whole tensors."""
     partial = {i: p for i, p in enumerate(x.placements) if p.is_partial()}
-    value = value.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+    value = value.to(x.dtype).redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
     if not partial:
         return x.copy_(value)
-    if any(type(p) is not Partial for p in partial.values()):
+    if any(type(p) is not Partial or p == Partial("product") for p in partial.values()):
         x._local_tensor, x._spec = value._local_tensor, value._spec
     elif all(p != Partial() or x.device_mesh.get_local_rank(i) == 0 for i, p in partial.items()):
         x._local_tensor.copy_(value._local_tensor)
@@ -225,11 +228,25 @@ def _unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 def _added(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The sum that is not added up is added up before, where the other one is a number, or a whole tensor of integers."""
+    if not isinstance(args[0], torch.Tensor):
+        return _scaled(op, args, kwargs)
     shares = [a for a in args if isinstance(a, DTensor) and any(p.is_partial() for p in a.placements)]
     if len(shares) != 1 or any(a is not shares[0] and isinstance(a, torch.Tensor) and a.dtype.is_floating_point for a in args):
         return NotImplemented
     added = whole.added_up(shares[0])
     return op(*(added if a is shares[0] else a for a in args), **kwargs)
+
+
+def _scaled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """To torch's cache a number is a whole tensor, and `torch.div(2, x)` is `x / 2`."""
+    x, other, *rest = args
+    if not isinstance(x, torch.Tensor):
+        first = torch.full((), x, dtype=torch.result_type(x, other._local_tensor), device=other.device)
+        return op(first, whole.added_up(other), *rest, **kwargs)
+    linear = op in (aten.mul.Tensor, aten.div.Tensor)
+    if isinstance(other, torch.Tensor) or all(not p.is_partial() or linear and p in (Partial(), Partial("avg")) for p in x.placements):
+        return NotImplemented
+    return op(whole.added_up(x), other, *rest, **kwargs)
 
 
 def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -243,20 +260,25 @@ def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _joined(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Norms are added up before."""
+    """What is not a sum is put together before."""
     parts, *dim = args
-    norms = [isinstance(t, DTensor) and any(p.is_partial() and type(p) is not Partial for p in t.placements) for t in parts]
+    norms = [isinstance(t, DTensor) and any(p.is_partial() and (type(p) is not Partial or p != Partial()) for p in t.placements) for t in parts]
     if not any(norms):
         return NotImplemented
     return op([whole.added_up(t) if norm else t for t, norm in zip(parts, norms, strict=True)], *dim, **kwargs)
 
 
 def _copied(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A plain tensor is the same whole on all ranks."""
+    """A plain tensor is the same whole on all ranks. Of a sum that is not added up torch gives every rank a share, also of integers."""
     x, value, *how = args
-    if isinstance(value, DTensor) or any(p.is_partial() for p in x.placements):
-        return NotImplemented
+    if not isinstance(value, torch.Tensor):
+        return x.fill_(value)
     mesh = x.device_mesh
+    if any(p.is_partial() for p in x.placements):
+        value = value if isinstance(value, DTensor) else DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return _put(x, whole.added_up(value.expand(x.shape)))
+    if isinstance(value, DTensor):
+        return NotImplemented
     op(x._local_tensor, cut(value.expand(x.shape), x.placements, mesh.shape, mesh.get_coordinate()), *how, **kwargs)
     return x
 
@@ -272,8 +294,16 @@ def _masked(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _as_torch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of slices, and of what is written into them, and where plain tensors are to be looked at only."""
+    """Of what is written into slices, and where plain tensors are to be looked at only."""
     return NotImplemented
+
+
+def _seen(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A view in `torch.inference_mode()` of what was made outside belongs outside."""
+    if not torch.is_inference_mode_enabled() or args[0].is_inference():
+        return NotImplemented
+    with torch.inference_mode(False), torch.no_grad():
+        return op(*args, **kwargs)
 
 
 def _from_the_front(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -283,7 +313,7 @@ def _from_the_front(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return op(grad, sizes, dim + len(sizes), index) if dim < 0 else NotImplemented
     x, *rest = args
     if not rest or rest[0] is None or rest[0] >= 0:
-        return NotImplemented
+        return _seen(op, args, kwargs)
     return op(x, rest[0] + x.ndim, *rest[1:], **kwargs)
 
 
@@ -304,7 +334,7 @@ def _one_by_one(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 MENDED: dict[Run, tuple[Any, ...]] = {
-    _number: (aten._local_scalar_dense.default,),
+    _number: (aten._local_scalar_dense.default, aten.item.default),
     drawn.drawn: drawn.OPS,
     _any: (aten.any.default, aten.any.dim, aten.any.dims),
     _in_other_ops: tuple(op.default for op in (*LOSSES, *BACKWARDS, aten.binary_cross_entropy_with_logits)),
@@ -316,7 +346,7 @@ MENDED: dict[Run, tuple[Any, ...]] = {
     _filled: (aten.fill_.Scalar, aten.fill_.Tensor),
     _identity: (aten.eye.out, aten.eye.m_out),
     _written: IN_PLACE,
-    _joined: (aten.cat.default,),
+    _joined: (aten.cat.default, aten.stack.default),
     whole.on_the_whole: whole.BY_NUMBERS,
     whole.picked: (aten.index.Tensor, aten.index_put.default),
     whole.split_once: whole.READ_ONCE,
@@ -324,9 +354,11 @@ MENDED: dict[Run, tuple[Any, ...]] = {
     _masked: (aten.index_put_.default,),
     _one_by_one: (aten._foreach_copy_.default,),
     _added: (aten.add.Tensor, aten.sub.Tensor),
+    _scaled: (aten.mul.Tensor, aten.div.Tensor, aten.div.Tensor_mode, aten.floor_divide.default),
     _from_the_front: (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.select.int,
                       aten.select_backward.default),
-    _as_torch: (*slices.SLICES, *slices.writes(), *plain.PRODUCTS, *plain.POINTWISE),
+    _seen: (*slices.SLICES, *VIEWS),
+    _as_torch: (*slices.writes(), *plain.PRODUCTS, *plain.POINTWISE),
     apart: OPS,
     _squeezed: (aten.squeeze_.default, aten.squeeze_.dim, aten.squeeze_.dims, aten.unsqueeze_.default, aten.transpose_.default, aten.t_.default),
 }

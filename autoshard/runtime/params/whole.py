@@ -28,6 +28,10 @@ READ_ONCE = (aten.gather.default, aten.embedding.default, aten.index_select.defa
 
 def done_on_the_whole(theirs: Callable[..., Any], propagator: Any) -> Callable[..., Any]:
     """torch's function for placements, a method of `propagator`, and where it has none for a call with the right shapes, whole tensors."""
+    by_others = propagator.decomp_strategy  # finds placements for an op that others make up
+    found_so = by_others._get_candidate_placements  # as sets lie, other ones on every rank: they choose otherwise then, and wait for each other
+    by_others._get_candidate_placements = lambda schema: sorted(found_so(schema), key=str)
+
     def placed(schema: Any) -> Any:
         op = schema.op
         try:
@@ -101,7 +105,11 @@ def picks_added_up(t: Any) -> Any:
 
 
 def give_lists() -> None:
-    """`tolist()`, `numpy()` and `f"{loss:.3f}"` of DTensors, which torch refuses: those of the whole tensor. Every rank calls them."""
+    """`tolist()`, `numpy()`, `f"{loss:.3f}"` and `torch.tensor([loss])` of DTensors, which torch refuses: those of the whole tensor. Every rank
+    calls them."""
+    for name in ("__float__", "__int__", "__index__", "__bool__"):
+        if name not in vars(DTensor):
+            setattr(DTensor, name, _number_by(getattr(torch.Tensor, name)))
     for name in ("tolist", "numpy"):
         if name not in vars(DTensor):
             setattr(DTensor, name, lambda x, *args, _named=name, **kwargs: getattr(values(x), _named)(*args, **kwargs))
@@ -109,6 +117,14 @@ def give_lists() -> None:
         DTensor.__format__ = _formatted  # type: ignore[method-assign]
     if "__reduce_ex__" not in vars(DTensor):
         DTensor.__reduce_ex__ = _pickled  # type: ignore[method-assign]
+
+
+def _number_by(theirs: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def number(x: Any) -> Any:
+        with _torch.dispatched_by(*_torch.KEYS):
+            return theirs(x.detach())
+
+    return number
 
 
 def _formatted(x: DTensor, how: str) -> str:

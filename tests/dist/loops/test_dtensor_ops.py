@@ -49,6 +49,14 @@ NUMBERS = {
         "noise of its sums": lambda p: (torch.manual_seed(3), torch.randn_like(p.sum(0)).square().sum() + torch.rand_like(p[:3], generator=_seeded()).sum())[1],
         "behind noise": lambda p: (torch.manual_seed(4), F.dropout(p), torch.rand_like(p), torch.randn(()))[3],
         "scan in place": lambda p: p.clone().T.cumsum_(0).cos().sum()}.items()},
+    "many at once": lambda p: torch.tensor([[p.norm(), 2], [p.detach().sum(), (p > 0).sum()]]).sum().item() + int(torch.tensor([(p > 0).sum()])),
+    "in inference mode": torch.inference_mode()(lambda p: float(torch.tensor([p.norm(), p[-1].sum(), p.detach().T.cos().sum(), p.view(-1).max()]).sum())),
+    "by numbers and tensors": lambda p: (p.norm() * 2 + p.norm() * _like(p, 1.5).double() + p.norm() / 3 + p.norm() / torch.tensor(7.0).double()).item(),
+    "numbers first": lambda p: (p.sum() / 2 + torch.div(2, p.sum()) + torch.mul(3, p.norm()) + _like(p, 2.0).double() / p.sum() + p.mean() / p.sum()).item(),
+    "floors": lambda p: (p.sum() // 2 + p.sum() // _like(p, 0.3).double() + torch.div(p.norm(), 0.1, rounding_mode="trunc")).item(),
+    "stacked": lambda p: torch.stack([p.detach().norm(), torch.tensor(1.0).double(), p.detach().max()]).sum().item() + torch.cat([p.sum().view(1), p.amax(0)]).sum().item(),
+    "written sums": lambda p: (p.detach().sum(0).copy_(1.5).sum() + (p > 0).sum().copy_(torch.tensor(3.7)) + p.detach().norm().copy_((p > 1).sum()) / 3).item(),
+    "a product in place": lambda p: (1 + p.detach() / 10).prod().add_(1).mul_(2).item(), "a power in place": lambda p: p.detach().norm().pow_(p.detach().mean()).item(),
     "a vector": lambda p: len(_vector(p) @ p.detach()), "squeezed": lambda p: len(p.detach().sum(0, keepdim=True).squeeze_(0)),
 }
 LOSSES = {name: getattr(F, name) for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss")}
@@ -223,6 +231,9 @@ def ranks_differ() -> None:
         with pytest.raises(UsageError, match="ranks draw different numbers in .* of a DTensor of .*: their generators are not in the same state. Seed all"):
             draw()
     p.clone().normal_()
+    schema = _torch.OpSchema(torch.ops.aten.rsub.Tensor, (p.amax(0)._spec, p[0]._spec), {})
+    candidates = DTensor._op_dispatcher.sharding_propagator.decomp_strategy._get_candidate_placements(schema)
+    assert candidates == sorted(candidates, key=str) and len(candidates) > 3, "ranks choose alike"
     told = []
     with patch.object(whole_tensors.log, "warning", told.append):
         for t in (whole, p, p):
