@@ -191,11 +191,10 @@ def _filled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, value = args
     if isinstance(value, torch.Tensor):
         return x.fill_(whole.values(value).item())  # what `x[...] = 0` calls; torch has no way to do it, or fills pieces with pieces
-    axes = [i for i, p in enumerate(x.placements) if p.is_partial() and p not in (Partial("avg"), Partial("max"), Partial("min"))]
-    if not axes:
+    if not any(p.is_partial() for p in x.placements):
         return NotImplemented
-    x.to_local().fill_(value if all(x.device_mesh.get_local_rank(i) == 0 for i in axes) else 0)
-    return x
+    made = torch.full(x.shape, value, dtype=x.dtype, device=x.device)
+    return _put(x, DTensor.from_local(made, x.device_mesh, [Replicate()] * x.device_mesh.ndim, run_check=False))
 
 
 def _identity(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

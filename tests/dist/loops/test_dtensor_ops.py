@@ -56,7 +56,7 @@ NUMBERS = {
     "floors": lambda p: (p.sum() // 2 + p.sum() // _like(p, 0.3).double() + torch.div(p.norm(), 0.1, rounding_mode="trunc")).item(),
     "stacked": lambda p: torch.stack([p.detach().norm(), torch.tensor(1.0).double(), p.detach().max()]).sum().item() + torch.cat([p.sum().view(1), p.amax(0)]).sum().item(),
     "written sums": lambda p: (p.detach().sum(0).copy_(1.5).sum() + (p > 0).sum().copy_(torch.tensor(3.7)) + p.detach().norm().copy_((p > 1).sum()) / 3).item(),
-    "a product in place": lambda p: (1 + p.detach() / 10).prod().add_(1).mul_(2).item(), "a power in place": lambda p: p.detach().norm().pow_(p.detach().mean()).item(),
+    "a product in place": lambda p: ((1 + p.detach() / 10).prod().add_(1).mul_(2) + p.detach().prod().fill_(3)).item(), "a power in place": lambda p: p.detach().norm().pow_(p.detach().mean()).item(),
     "a vector": lambda p: len(_vector(p) @ p.detach()), "squeezed": lambda p: len(p.detach().sum(0, keepdim=True).squeeze_(0)),
 }
 LOSSES = {name: getattr(F, name) for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss")}
