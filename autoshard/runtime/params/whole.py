@@ -36,7 +36,7 @@ def done_on_the_whole(theirs: Callable[..., Any], propagator: Any) -> Callable[.
         op = schema.op
         try:
             found = theirs(schema)
-        except (RuntimeError, AssertionError, ValueError):
+        except (RuntimeError, AssertionError, ValueError, LookupError):
             named = _torch.pytree.tree_leaves(schema.kwargs_schema)
             split = any(not p.is_replicate() for given in named for p in getattr(given, "placements", ()))
             if split or op._schema.is_mutable or torch.Tag.nondeterministic_seeded in op.tags or op._can_decompose():

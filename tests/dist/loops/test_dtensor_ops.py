@@ -231,6 +231,8 @@ def ranks_differ() -> None:
         with pytest.raises(UsageError, match="ranks draw different numbers in .* of a DTensor of .*: their generators are not in the same state. Seed all"):
             draw()
     p.clone().normal_()
+    shares = DTensor.from_local(torch.rand(6, 18), p.device_mesh, [_torch.StridedShard(1, split_factor=3)], shape=torch.Size((6, 36)), stride=(36, 1))
+    assert torch.equal(shares.flatten().full_tensor(), shares.full_tensor().flatten()), "pieces that are shares of parts (q|k|v)"
     schema = _torch.OpSchema(torch.ops.aten.rsub.Tensor, (p.amax(0)._spec, p[0]._spec), {})
     candidates = DTensor._op_dispatcher.sharding_propagator.decomp_strategy._get_candidate_placements(schema)
     assert candidates == sorted(candidates, key=str) and len(candidates) > 3, "ranks choose alike"
