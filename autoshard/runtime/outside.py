@@ -7,9 +7,12 @@ by their value, objects by which one it is. What no code names does not count, a
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from enum import Enum
 from functools import partial
+from itertools import islice
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -19,9 +22,8 @@ import torch
 from torch import nn
 
 from autoshard.program.binding import leaf_key
-from autoshard.program.tracing.tape import is_user_file
-from autoshard.runtime.code_names import LONGEST, Code, code_of
-from autoshard.runtime.params.module_shells import ABSENT, INTERNAL, PLAIN, defaults_of, plain_of
+from autoshard.runtime.code_names import LONGEST, Code, code_of, held_by_class, is_a, is_own_class, is_own_file, table_of
+from autoshard.runtime.params.module_shells import ABSENT, INTERNAL, PLAIN, plain_of
 
 log = logging.getLogger("autoshard")
 Get = Callable[[Any, Any], Any]
@@ -29,10 +31,16 @@ Place = tuple[Get, Any]
 VALUES = (complex, bytes, range, frozenset, Enum, np.generic, torch.dtype, torch.device)
 """Told by what they say."""
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
+WITHIN = INTERNAL - {"training"}
+"""No attributes that a loss module reads."""
 MANY = 8
 """Values of one place after which a warning says what that costs."""
-DEPTH = 4
+DEPTH = 6
 """Objects in objects."""
+MOST = 2048
+"""Places: looking at so many takes 0.1 ms in every call."""
+MANY_KEYS = 4096
+"""Keys of a table that are looked for."""
 
 
 class Outside:
@@ -47,6 +55,7 @@ class Outside:
         self._values: list[Any] = []
         self._state: tuple[tuple[str, int], ...] = ()
         self._attributes: Any = None
+        self._told_of_many = False
         self._find()
 
     def traced(self) -> None:
@@ -57,6 +66,10 @@ class Outside:
     def _find(self) -> None:
         found = _Places(code_of(self._program, self._loss_fn)).of(self._root, self._loss_fn)
         self._places = {path: place for path, place in found.items() if path not in self._written}
+        if len(found) >= MOST and not self._told_of_many:
+            self._told_of_many = True
+            log.warning("the code of the model may read from more than %d places outside of it, as %s, and changes are looked for in so many alone: "
+                        "keep tables of data out of objects that the model holds", MOST, next(reversed(found)))
         self._values = self._now()
         for path, value in zip(self._places, self._values, strict=True):
             self._known.setdefault(path, [_told(value)])
@@ -79,16 +92,22 @@ class Outside:
             self._find()
         now = self._now()
         if not all(map(is_, now, self._values)):
-            self._values = now
-            self._state = self._changed()
+            if any(a is not b and not is_a(a, (*PLAIN, *VALUES)) for a, b in zip(now, self._values, strict=True)):
+                self._find()  # places lie in the new object
+            else:
+                self._values = now
+                self._state = self._changed()
         return self._state
 
     def _now(self) -> list[Any]:
-        return [get(key, ABSENT) for get, key in self._places.values()]
+        try:
+            return [get(key, ABSENT) for get, key in self._places.values()]
+        except Exception:  # of code of an object's own: a file that is closed
+            return [_got(get, key) for get, key in self._places.values()]
 
     def _changed(self) -> tuple[tuple[str, int], ...]:
         numbers = ((path, self._number(path, _told(value))) for path, value in zip(self._places, self._values, strict=True))
-        return tuple((path, n) for path, n in numbers if n)
+        return tuple(sorted((path, n) for path, n in numbers if n))
 
     def _number(self, path: str, told: Any) -> int:
         known = self._known[path]
@@ -98,6 +117,13 @@ class Outside:
                 log.warning("%s has had %d values in calls of the compiled model, and each is a program of its own, traced and planned anew: pass a "
                             "number that changes in every step to the model, as a tensor", path, MANY)
         return known.index(told)
+
+
+def _got(get: Get, key: Any) -> Any:
+    try:
+        return get(key, ABSENT)
+    except Exception:
+        return ABSENT
 
 
 class _Same:
@@ -111,11 +137,11 @@ class _Same:
 
 
 def _told(value: Any) -> Any:
-    if isinstance(value, PLAIN):
+    if is_a(value, PLAIN):
         return leaf_key(value)
-    if isinstance(value, VALUES):
+    if is_a(value, VALUES):
         return type(value), repr(value)
-    return (type(value), *map(_told, value)) if type(value) is tuple else _Same(value)
+    return (type(value), *map(_told, value)) if is_a(value, tuple) else _Same(value)
 
 
 class _Places:
@@ -125,79 +151,100 @@ class _Places:
         self.code = code
         self.found: dict[str, Place] = {}
         self.seen: set[int] = set()
+        self.next: deque[tuple[Any, ...]] = deque()
 
     def of(self, root: nn.Module, loss_fn: Any) -> dict[str, Place]:
         modules = list(root.named_modules())
         self.seen |= {id(m) for _, m in modules}
         for path, module in modules:
             for name in sorted(self.code.names & vars(module).keys() - INTERNAL):  # modules tell of objects that are assigned themselves
-                self._value(vars(module)[name], f"{path or type(module).__name__}.{name}", DEPTH, self.code.names)
+                self._value(vars(module)[name], f"{path or type(module).__name__}.{name}", DEPTH, self.code.names, name)
             self._of_class(type(module))
-        if isinstance(loss_fn, nn.Module):
+        if is_a(loss_fn, nn.Module):
             self._value(loss_fn, "loss_fn", DEPTH, self.code.names)
-        for owner, names in self.code.owners.values():
+        for table, name, path in self.code.around():
+            self._at(table.get, name, path, DEPTH, self.code.names)
+        self._look_into_next()
+        for owner, names in self.code.owners.values():  # a trainer whose method is the loss: only by what its methods name
             self._value(owner, f"an object of {type(owner).__qualname__}", DEPTH, names)
-        for table, name, path in self.code.globals_and_cells():
-            if not isinstance(table.get(name, ABSENT), FUNCTIONS):
-                self._at(table.get, name, path, DEPTH, self.code.names)
+        self._look_into_next()
         return self.found
+
+    def _look_into_next(self) -> None:
+        """What is near comes first."""
+        while self.next and len(self.found) < MOST:
+            self._value(*self.next.popleft())
 
     def _at(self, get: Get, key: Any, path: str, depth: int, names: Set[str]) -> None:
         value = get(key, ABSENT)
-        if not isinstance(value, (type, ModuleType)) and not (isinstance(value, nn.Module) and id(value) in self.seen):
+        if not is_a(value, (type, ModuleType)) and not (is_a(value, nn.Module) and id(value) in self.seen):
             while self.found.setdefault(path, (get, key)) != (get, key):  # two functions that one function makes
                 path += "'"
         if depth:
-            self._value(value, path, depth - 1, names)
+            self.next.append((value, path, depth - 1, names, key))
 
     def _of_class(self, kind: type) -> None:
         if id(kind) not in self.seen:
             self.seen.add(id(kind))
-            for name in sorted(self.code.names & defaults_of(kind)):
-                self._at(partial(getattr, kind), name, f"{kind.__module__}.{kind.__qualname__}.{name}", 0, self.code.names)
+            for name in held_by_class(kind, self.code.names - INTERNAL):
+                self._at(partial(getattr, kind), name, f"{kind.__module__}.{kind.__qualname__}.{name}", DEPTH, self.code.names)
 
-    def _value(self, value: Any, path: str, depth: int, names: Set[str]) -> None:
-        if id(value) in self.seen or isinstance(value, (torch.Tensor, *PLAIN, *VALUES, *FUNCTIONS)):
+    def _value(self, value: Any, path: str, depth: int, names: Set[str], called: Any = None) -> None:
+        """`called`: the name of its place."""
+        if id(value) in self.seen or is_a(value, (torch.Tensor, *PLAIN, *VALUES, *FUNCTIONS)):
             return
-        if isinstance(value, type):
+        if is_a(value, type):
             return self._of_class(value)
         self.seen.add(id(value))
-        for get, key, name in self._inside(value, names):
-            self._at(get, key, f"{path}{name}", depth, names)
+        with suppress(Exception):  # of code of its own: a proxy, a table that reads a file
+            for get, key, name in self._inside(value, names, called):
+                self._at(get, key, f"{path}{name}", depth, names)
         self._of_class(type(value))
 
-    def _inside(self, value: Any, names: Set[str]) -> Iterator[tuple[Get, Any, str]]:
+    def _inside(self, value: Any, names: Set[str], called: Any) -> Iterator[tuple[Get, Any, str]]:
         """What a value holds that the code names: how it is got, by which key, and how that is written."""
-        if isinstance(value, tuple):  # it may hold what changes
-            yield from ((partial(_item, value), i, f"[{i}]") for i, item in enumerate(value[:LONGEST]) if not isinstance(item, PLAIN))
-        elif isinstance(value, list):
+        if is_a(value, partial):
+            yield from self._inside(value.args, names, None)
+            yield from ((value.keywords.get, name, f"({name})") for name in value.keywords)
+        elif is_a(value, tuple):  # it may hold what changes
+            yield from ((partial(_item, value), i, f"[{i}]") for i, item in enumerate(value[:LONGEST]) if not is_a(item, PLAIN))
+        elif is_a(value, (list, deque)):
             yield partial(_length, value), None, " (its length)"
             yield from ((partial(_item, value), i, f"[{i}]") for i in range(min(len(value), LONGEST)))
-        elif isinstance(value, Mapping):
-            fixed = [k for k in value if isinstance(value, dict) or isinstance(value[k], PLAIN)]  # others may make an object when they are asked
-            called = [k for k in fixed if k in self.code.keys or k in names]
-            if not called:
-                yield partial(_length, value), None, " (its length)"
-            yield from ((partial(_of_key, value), key, f"[{key!r}]") for key in called or fixed[:LONGEST])
-        elif isinstance(value, nn.Module):
-            yield from ((vars(m).get, name, f".{path}.{name}".replace("..", ".")) for path, m in value.named_modules() for name, _ in plain_of(m))
-        elif isinstance(value, ModuleType):
-            table = vars(value) if _is_own(value) else {}
-            yield from ((table.get, name, f".{name}") for name in sorted(names & table.keys()) if not isinstance(table[name], FUNCTIONS))
+        elif is_a(value, set):
+            yield partial(_length, value), None, " (its length)"
+            yield from ((partial(_has, value), item, f" (has {item!r})") for item in islice(value, LONGEST) if is_a(item, PLAIN))
+        elif is_a(value, Mapping):
+            yield from self._keys(value, names, called)
+        elif is_a(value, nn.Module):
+            yield from ((vars(m).get, name, f".{path}.{name}".replace("..", ".")) for path, m in value.named_modules()
+                        for name in sorted(names & vars(m).keys() - WITHIN if is_own_class(type(m)) else dict(plain_of(m))))
+        elif is_a(value, ModuleType):
+            table = vars(value) if is_own_file(value) else {}
+            yield from ((table.get, name, f".{name}") for name in sorted(names & table.keys()))
         else:
-            table = getattr(value, "__dict__", {})
+            table = table_of(value)
             slots = {name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())}
             yield from ((table.get, name, f".{name}") for name in sorted(names & table.keys()))
             yield from ((partial(getattr, value), name, f".{name}") for name in sorted(names & slots))
 
-
-def _is_own(module: ModuleType) -> bool:
-    file = getattr(module, "__file__", None) or "<"
-    return is_user_file(file) and "-packages" not in file
+    def _keys(self, table: Mapping[Any, Any], names: Set[str], called: Any) -> Iterator[tuple[Get, Any, str]]:
+        """Those that code names; where there is none, where it goes through the table, and where keys are no texts and numbers, all of them."""
+        there = list(islice(table, MANY_KEYS))
+        keys = [] if called in self.code.gone_through else [k for k in there if k in self.code.keys or k in names]
+        if not keys:
+            yield partial(_length, table), None, " (its length)"
+        keys = [*keys, *(k for k in there[:LONGEST] if type(k) not in (str, int))] if keys else there[:LONGEST]
+        yield from ((partial(_of_key, table), key, f"[{key!r}]") for key in keys
+                    if is_a(table, dict) or is_a(table[key], PLAIN))  # others may make an object when they are asked
 
 
 def _length(value: Any, _: None, default: Any) -> int:
     return len(value)
+
+
+def _has(items: Set[Any], item: Any, _: Any) -> bool:
+    return item in items
 
 
 def _of_key(table: Mapping[Any, Any], key: Any, default: Any) -> Any:

@@ -112,7 +112,7 @@ class Seen:
     def _told(self, slot: int, value: Any) -> Any:
         """A value as it is, names in a list too (adapters that are merged), an object as which of those that were there so far. Lists of other
         things do not count: a program would be traced for every loss that a loop appends."""
-        if isinstance(value, PLAIN):
+        if isinstance(value, PLAIN) or isinstance(value, tuple) and all(isinstance(item, PLAIN) for item in value):
             return value
         if type(value) is list and value and all(isinstance(item, str) for item in value):
             return "names", *value
