@@ -63,6 +63,19 @@ def named(code: CodeType) -> Named:
     return Named(*(frozenset().union(*(getattr(one, part.name) for one in (own, *inner))) for part in fields(Named)))
 
 
+@lru_cache(maxsize=4096)
+def of_self(code: CodeType) -> frozenset[str] | None:
+    """Names that a method reads of its object: `loss.mean()` calls no method `mean` of it. None where its object is also given away."""
+    me = code.co_varnames[0] if code.co_argcount else None
+    out = set()
+    for one, after in pairwise(step for step in dis.get_instructions(code) if step.opname != "COPY"):  # of `self.calls += 1`
+        if me == one.argval or isinstance(one.argval, tuple) and me in one.argval:
+            if not one.opname.startswith("LOAD_FAST") or me != one.argval or not ("ATTR" in after.opname or "METHOD" in after.opname):
+                return None
+            out.add(after.argval)
+    return None if "super" in code.co_names else frozenset(out)
+
+
 def imported(function: FunctionType) -> dict[str, ModuleType]:
     """Files that it imports where it runs, those that are there by now."""
     package = function.__globals__.get("__package__") or ""
@@ -152,11 +165,13 @@ class Code:
         beside = [function.__globals__[name] for name in sorted(here.globals & function.__globals__.keys())]
         beside += imported(function).values() if is_followed else ()
         cells = Cells(function)
-        for value in (*beside, *map(cells.get, cells.names), *defaults_of(function).values(), owner):
+        for value in (*beside, *map(cells.get, cells.names), *defaults_of(function).values()):
             self._follow_in(value, here.attributes, DEPTH, seen)
+        self._follow_in(owner, here.attributes, DEPTH, seen, of_self(function.__code__))
 
-    def _follow_in(self, value: Any, names: Set[str], depth: int, seen: set[int]) -> None:
-        """Functions that `value` is, or has by one of `names`: those of a file, the methods of an object or a class, those of what it holds."""
+    def _follow_in(self, value: Any, names: Set[str], depth: int, seen: set[int], called: Set[str] | None = None) -> None:
+        """Functions that `value` is, or has by one of `names`: those of a file, the methods of an object or a class, those of what it holds.
+        `called`: names of its methods, where they are known."""
         kind = type(value)
         if kind in (FunctionType, MethodType):
             self.follow(value)
@@ -172,7 +187,7 @@ class Code:
                 for held in _held(value, names):
                     self._follow_in(held, names, depth - 1, seen)
             methods = methods_of(value if is_a(value, type) else kind)
-            called = {*names, *(MADE if is_a(value, type) and is_own_class(value) else ()), *IMPLIED}
+            called = {*(names if called is None else called), *(MADE if is_a(value, type) and is_own_class(value) else ()), *IMPLIED}
             for method in (m for name in sorted(methods.keys() & called) for m in methods[name]):
                 self.follow(method if is_a(value, type) else MethodType(method, value))
 
