@@ -183,9 +183,11 @@ class Code:
             seen.add(id(value))
             for child in value._modules.values() if is_a(value, nn.Module) else ():
                 self._follow_in(child, names, depth, seen)
+            all_held: list[Any] = []
             with suppress(Exception):  # of code of its own
-                for held in _held(value, names):
-                    self._follow_in(held, names, depth - 1, seen)
+                all_held = _held(value, names)
+            for held in all_held:
+                self._follow_in(held, names, depth - 1, seen)
             methods = methods_of(value if is_a(value, type) else kind)
             called = {*(names if called is None else called), *(MADE if is_a(value, type) and is_own_class(value) else ()), *IMPLIED}
             for method in (m for name in sorted(methods.keys() & called) for m in methods[name]):
