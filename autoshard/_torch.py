@@ -205,9 +205,9 @@ def is_transformed(t: torch.Tensor) -> bool:
 
 
 no_modes, functional, unwrap, was_mutated = _disable_current_modes, to_fun, from_fun, has_data_mutation
-"""Outside of every tracing mode that is active; a fake tensor wrapped for functionalization, which needs `functional_tracing`; the fake tensor that
-holds a functional tensor's present value (other values pass); whether a functional tensor was written in place."""
-
+was_set = torch._functionalize_was_storage_changed
+"""Outside of every tracing mode that is active; a fake tensor wrapped for functionalization, which needs `functional_tracing`; the fake tensor
+that holds a functional tensor's present value (other values pass); whether it was written in place; whether its `elem` got other memory."""
 
 def has_gradient_hook(parameter: torch.Tensor) -> bool:
     """Whether `parameter.register_hook` or `register_post_accumulate_grad_hook` was called."""

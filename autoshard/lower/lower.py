@@ -245,10 +245,11 @@ class _Lowering:
 
     def _results(self, gives: Sequence[tuple[Port, Held]]) -> list[Any]:
         """Output values. What the user gets is never an argument itself, nor one tensor twice: autograd would
-        attach the model's node to it. Nor is it a view of what nobody else sees: the user could not write into it."""
+        attach the model's node to it. Nor is it a view of what nobody else sees: the user could not write into it. What is stored has memory
+        of its own, which an optimizer or a loaded checkpoint may write."""
         out, seen, made_by = [], set(), makers(self.emit.graph)
         given = [self._alive(held, f"{port.kind} {port.name}") for port, held in gives]
-        times = Counter(key for value in given for key in storages(value.node))
+        times, lent = Counter(key for value in given for key in storages(value.node)), {self.graph.op(name).target for name in self.lent}
         for (port, _), value in zip(gives, given, strict=True):
             if port.kind == Role.USER and (value.node.op == "placeholder" or value.node in seen):
                 value = torch.ops.aten.alias.default(value)
@@ -256,6 +257,8 @@ class _Lowering:
                 value = self.emit.as_own(value)
             if port.kind == Role.MUTATION:  # the next call takes buffers for contiguous
                 value = torch.ops.aten.contiguous.default(value)
+                if port.name not in lent and any(times[k] > 1 or made_by.get(k, value) is None for k in storages(value.node)):
+                    value = torch.ops.aten.clone.default(value)
             seen.add(value.node)
             out.append(value)
         return out

@@ -259,10 +259,11 @@ FOLDS: Mapping[Any, Fold] = {
 
 
 def _without_dead(graph: Graph) -> Graph:
-    """Drop ops that no output needs; parameters that become unused are listed in `unused`."""
+    """Drop ops that no output needs; parameters that become unused are listed in `unused`. One that is written is not: its new value lies as it."""
     live: set[str] = set()
+    written = graph.outputs(Role.MUTATION)
     for op in reversed(graph.ops):
-        if op.kind in ("output", "input", "tangent") or op.name in live:
+        if op.kind in ("output", "input", "tangent") or op.name in live or op.kind == "param" and op.target in written:
             live.add(op.name)
             live.update(r.op for r in op.refs)
     unused = tuple(op.target for op in graph.of_kind("param") if op.name not in live)

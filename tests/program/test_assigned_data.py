@@ -82,6 +82,27 @@ def are_parameters(m, x):
     return m.k(m.l(x)) * (2 if isinstance(m.l.weight, nn.Parameter) else 3)
 
 
+def set_anew(m, x):
+    """Other memory without an assignment."""
+    with torch.no_grad():
+        m.l.weight.set_(m.l.weight * 0.5)
+    m.mean.set_(m.mean + 1)
+    return m.l(x) * m.mean
+
+
+def unread(m, x):
+    """Trained, and nobody reads what it was."""
+    m.l.weight.data = m.k.weight.data * 0.5
+    return m.k(m.l(x))
+
+
+def synced(m, x):
+    """Equal numbers in memory of their own, as those of a target network; an optimizer, a loop and a checkpoint write there."""
+    m.k.weight.data, m.k.bias.data = m.l.weight.data.clone(), x[0].detach().clone()
+    m.mean.data, m.last.data = 2 * m.l.bias.detach(), 2 * m.l.bias.detach()
+    return m.l(x) * m.k(x)
+
+
 def renewed(m, x):
     m.k.weight = nn.Parameter(m.k.weight + m.l.weight.detach(), requires_grad=False)
     return m.l(x) * m.k(x)
@@ -136,11 +157,28 @@ def shared_weight(m, x):
     return y
 
 
-@pytest.mark.parametrize("body", [average, written_later, rounded, transposed, rotated, momentum, unit_weight, in_bounds, are_parameters])
+@pytest.mark.parametrize("body", [average, written_later, rounded, transposed, rotated, momentum, unit_weight, in_bounds, are_parameters, set_anew,
+                                  unread, synced])
 def test_the_new_data_counts(body):
     torch.manual_seed(0)
     report = autoshard.verify(Body(body), "d=2", (torch.randn(4, 4),), plans=("random:0", "fully_sharded"), steps=3)
     assert report.ok, str(report)
+
+
+def test_what_is_written_has_memory_of_its_own():
+    torch.manual_seed(0)
+    x, model = torch.randn(4, 4), Body(synced)
+    compiled = autoshard.compile(Body(synced), "d=1")
+    compiled.load_state_dict(model.state_dict())
+    for m in (compiled, model):
+        given = x.clone()
+        optimizer = torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.1)
+        m(given).sum().backward()
+        optimizer.step()
+        given.zero_()
+        m.mean.zero_()
+    for name, t in model.state_dict().items():
+        torch.testing.assert_close(compiled.state_dict()[name], t, msg=name)
 
 
 def test_written_weights_are_padded():

@@ -331,7 +331,7 @@ class OneTrace:
 
     def _finish(self, out_leaves: tuple[Any, ...], out_spec: Any) -> Traced:
         ops = self.tape.ops
-        used = {r.op for op in ops for r in op.refs}
+        used = {r.op for op in ops for r in op.refs} | {f"param:{op.target.name}" for op in ops if op.kind == "output"}  # these lie as it
         drop = {op.name for op in ops if op.kind in ("param", "buffer") and op.name not in used}
         unused = tuple(op.target for op in ops if op.name in drop and op.kind == "param")
         # in_tree and out_tree make the graph's hash cover the calling convention

@@ -38,8 +38,8 @@ class AssignedData(TorchFunctionMode):
         return self.has(t) or _torch.was_mutated(t)
 
     def has(self, t: torch.Tensor) -> bool:
-        """Whether the data of a traced tensor was assigned."""
-        return id(t) in self._assigned
+        """Whether the data of a traced tensor was assigned, or set."""
+        return id(t) in self._assigned or _torch.was_set(t.elem)
 
     def watch_parameters(self, twin: nn.Module, names: Iterable[str]) -> None:
         """Before the model runs: remember what it holds for its parameters (under a precision policy casts), which are such to its code."""
