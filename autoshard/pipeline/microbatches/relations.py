@@ -255,7 +255,7 @@ def _by_own_number(pair: Pair) -> bool:
     (place, *others) = {m.ndim - i.dim for i, m in by.values() if isinstance(i, Cut | Rows)}  # counted from the end, as broadcasting does
     together = max(by) - min(by) + 1 == len(by)
     behind = meta.ndim - len(by) - (min(by) if together else 0)  # dims of the result behind those of the indices
-    return not others and all(m.ndim - v.dim == place + behind for v, m in left if isinstance(v, Cut))
+    return not others and all(isinstance(v, Same) or isinstance(v, Cut) and m.ndim - v.dim == place + behind for v, m in left)
 
 
 # --- ops with their own ways ---

@@ -60,6 +60,12 @@ def crossed(x: torch.Tensor) -> torch.Tensor:
     return x * x[torch.arange(x.shape[0])[:, None], x.argmax(1)[None]].sum(1, keepdim=True)
 
 
+def ranked(x: torch.Tensor) -> torch.Tensor:
+    """Writes the numbers themselves."""
+    rows = torch.arange(x.shape[0])
+    return x.index_put((rows, x.detach().argmin(1)), rows.to(x))
+
+
 def by_size(x: torch.Tensor) -> torch.Tensor:
     return x * (1.0 / x.shape[0])
 
@@ -85,7 +91,7 @@ def halves(x: torch.Tensor) -> torch.Tensor:
 
 
 INEXACT = {contrast: "mixes samples", normed: "mixes samples", largest: "largest or smallest", numbered: "numbers of the samples",
-           crossed: "numbers of the samples",
+           crossed: "numbers of the samples", ranked: "numbers of the samples",
            by_size: "its argument", balanced: "not linear in a sum over samples", by_constant: "a constant that is 12 for the batch and 4 for a micro-batch",
            by_square: "its result is (12, 12) for the batch and (4, 4) for a micro-batch", written: "by their numbers", halves: "no part of it"}
 
