@@ -3,6 +3,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard.base.precision import Precision
@@ -103,6 +104,13 @@ def synced(m, x):
     return m.l(x) * m.k(x)
 
 
+def written_again(m, x):
+    def part(x):
+        m.k.weight.data.mul_(0.9)
+        return m.k(m.l(x))
+    return checkpoint(part, x, use_reentrant=False)
+
+
 def renewed(m, x):
     m.k.weight = nn.Parameter(m.k.weight + m.l.weight.detach(), requires_grad=False)
     return m.l(x) * m.k(x)
@@ -198,6 +206,7 @@ def test_written_weights_need_their_own_precision_and_no_micro_batches():
 
 
 @pytest.mark.parametrize("body, says", [
+    (written_again, "backward writes into the parameter 'k.weight'.*outside of the checkpoint"),
     (renewed, "another parameter in the place of its parameter 'k.weight'.*copy_"),
     (handed_on, "parameter 'k.weight' share the memory of 'l.weight'.*clone"),
     (doubled_input, "writes into its input"), (other_shape, r"shape \(4,\).*shape \(3,\).* at .*test_assigned_data.py:\d+.*name of its own"),

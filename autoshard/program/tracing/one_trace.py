@@ -111,8 +111,7 @@ class OneTrace:
             twin = self._twin_model()
             self.recorder.recording = True
             self._cast_stored(twin)
-            leaves = [self._input_value(v, inputs) for v in self.leaves]
-            call_args, call_kwargs = pytree.tree_unflatten(leaves, self.in_spec)
+            call_args, call_kwargs = pytree.tree_unflatten([self._input_value(v, inputs) for v in self.leaves], self.in_spec)
             before = state_of(twin)
             out = self._forward(twin, call_args, call_kwargs)
             after = state_of(twin)  # backward may run parts again
@@ -120,6 +119,7 @@ class OneTrace:
             self._mutations(twin, inputs)
             if self.training:
                 self._backward(users, wanted, inputs)
+                self.assigned.refuse_in_backward()
         if self.any_size is not None:
             self.any_size.end()
         if not self.alone:

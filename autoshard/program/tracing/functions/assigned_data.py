@@ -27,6 +27,7 @@ class AssignedData(TorchFunctionMode):
         self.refuse = refuse
         self._assigned: dict[int, torch.Tensor] = {}
         self._parameters: dict[str, tuple[dict[str, Any], str, torch.Tensor]] = {}
+        self._values: dict[str, torch.Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func != ASSIGN or not _torch.is_traced(args[0]):
@@ -52,6 +53,7 @@ class AssignedData(TorchFunctionMode):
     def parameters(self, twin: nn.Module, stored: Mapping[str, Any]) -> Iterator[str]:
         """Those that the model wrote: averages of others, as of a momentum encoder, and those that it keeps in bounds."""
         for name, (table, key, held) in self._parameters.items():
+            self._values[name] = _torch.unwrap(held)
             if (now := table.get(key)) is not None and now is not held:
                 self.refuse(f"the model puts another parameter in the place of its parameter {name!r}; write the numbers of the new one instead: "
                             "with torch.no_grad(): parameter.copy_(new)")
@@ -62,6 +64,13 @@ class AssignedData(TorchFunctionMode):
                 if self.has(stored[name]):
                     self.refuse_shared(name, stored[name], stored, dict(twin.named_buffers()))
                 yield name
+
+    def refuse_in_backward(self) -> None:
+        """A recomputation writes what forward wrote once more, and eager mode keeps that; a program writes in forward alone."""
+        for name, (_, _, held) in self._parameters.items():
+            if _torch.unwrap(held) is not self._values[name]:
+                self.refuse(f"backward writes into the parameter {name!r} of the model (torch.utils.checkpoint around code that writes it runs it "
+                            "twice, or a hook does it); write it outside of the checkpoint or the hook")
 
     def refuse_shared(self, name: str, now: Any, stored: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
         """A buffer or parameter that the model assigns must not become the memory of a trained parameter, nor of another tensor that is written in
