@@ -62,7 +62,7 @@ class CompiledModule(Guidance, nn.Module):
             self.__dict__[table] = root.__dict__[table]
         self.training = training
         self._parts = tuple(self.modules())  # walking the tree at every call would cost as much as a small layer
-        self._seen, self._outside = Seen(root), Outside(root, self._program, self.settings.loss_fn)
+        self._seen, self._outside = Seen(root), Outside(root, self._stored.module, self.settings.loss_fn)
         self._trainable = tuple(self._stored.params.values())
         self._steps: dict[Any, Step] = {}
         self._latest: tuple[Any, Step] | None = None

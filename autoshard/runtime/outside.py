@@ -144,6 +144,19 @@ def _told(value: Any) -> Any:
     return (type(value), *map(_told, value)) if is_a(value, tuple) else _Same(value)
 
 
+def is_data(value: Any, seen: set[int]) -> bool:
+    """Whether an object holds numbers, texts and the like alone: no tensors, no modules, nothing that is not looked into."""
+    if is_a(value, (*PLAIN, *VALUES, FunctionType, BuiltinFunctionType, type)) or id(value) in seen:
+        return True
+    seen.add(id(value))
+    if is_a(value, (torch.Tensor, nn.Module, MethodType)):
+        return False
+    if is_a(value, (list, tuple, set)):
+        return all(is_data(item, seen) for item in value)
+    table = value if is_a(value, dict) else table_of(value)
+    return (is_a(value, dict) or bool(table)) and all(is_data(item, seen) for item in table.values())
+
+
 class _Places:
     """Collects the places that `code` names, by a path in words."""
 

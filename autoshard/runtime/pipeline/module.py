@@ -15,7 +15,9 @@ from autoshard.program.calling import Traced
 from autoshard.program.tracing.twin import copy_tree, kept_results
 from autoshard.runtime.compile import Settings, Variant
 from autoshard.runtime.module import CompiledModule
+from autoshard.runtime.outside import is_data
 from autoshard.runtime.params.clip import pipelines
+from autoshard.runtime.params.module_shells import INTERNAL, PLAIN
 from autoshard.runtime.pipeline.empty_groups import load_empty_groups, make_empty_optimizers
 from autoshard.runtime.pipeline.stage_place import stage_place, stage_spec
 from autoshard.runtime.pipeline.variant import PipelineVariant, Settled
@@ -32,7 +34,7 @@ class PipelineModule(CompiledModule):
         pipelines().add(self)
         load_empty_groups()
         make_empty_optimizers()
-        self.__dict__["_skeleton"] = _without_memory(model)
+        self.__dict__["_skeleton"] = _without_memory(model, self._stored.module)
         self.__dict__["_settled"] = Settled()
         self.__dict__["_trains"] = {name: p.requires_grad for name, p in model.named_parameters()}
         self._names = frozenset(self.state_dict())
@@ -112,11 +114,14 @@ def pipeline_module(model: nn.Module, place: Place, settings: Settings, has_inpu
     return PipelineModule(model, place, stage_place(place, axis), settings)
 
 
-def _without_memory(model: nn.Module) -> nn.Module:
-    """A copy on the meta device, to trace other variants with."""
+def _without_memory(model: nn.Module, stored: nn.Module) -> nn.Module:
+    """A copy on the meta device, to trace other variants with. Configs and the like it shares with `stored`, whose the user sees and may change."""
     memo: dict[int, Any] = dict(kept_results(model))
     for t in model.parameters():
         memo[id(t)] = nn.Parameter(torch.empty(t.shape, dtype=t.dtype, device="meta"), requires_grad=t.requires_grad)
     for t in model.buffers():
         memo[id(t)] = torch.empty(t.shape, dtype=t.dtype, device="meta")
+    for mine, theirs in zip(model.modules(), stored.modules(), strict=True):
+        memo |= {id(value): vars(theirs)[name] for name, value in vars(mine).items()
+                 if name not in INTERNAL and name in vars(theirs) and not isinstance(value, PLAIN) and is_data(value, set())}
     return copy_tree(model, memo)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -317,3 +318,32 @@ def _loads_batch_norms() -> dict[str, float]:
 def test_batch_norms_of_other_stages_are_no_obstacle_to_loading():
     for found in on_ranks(2, _loads_batch_norms):
         assert found and not any(found.values()), found
+
+
+class Gained(nn.Module):
+    """A layer with a number in a config, which all layers share, and one in a list."""
+
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__()
+        self.layer, self.config, self.gains = nn.Linear(6, 6), config, [1.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x)) * self.config.gain * self.gains[0]
+
+
+def _changed_config() -> list[float]:
+    torch.manual_seed(0)
+    config = SimpleNamespace(gain=1.0)
+    model, batch = nn.Sequential(Gained(config), Gained(config)).double(), (torch.randn(4, 6).double(), torch.randn(4, 6).double())
+    fast = autoshard.compile(copy.deepcopy(model), "pp=2", batch, loss_fn=F.mse_loss, cluster="cpu-gloo", cache=False,
+                             pipeline=Pipeline(microbatches=2))
+    errors = []
+    for change in (lambda m: None, lambda m: setattr(m[0].config, "gain", 0.5), lambda m: m[1].gains.__setitem__(0, 2.0)):
+        for m in (model, fast):
+            change(m)
+        errors.append(abs(fast(*batch).item() - F.mse_loss(model(batch[0]), batch[1]).item()))
+    return errors
+
+
+def test_numbers_in_configs_may_change():
+    assert max(max(errors) for errors in on_ranks(2, _changed_config)) < 1e-12
