@@ -51,7 +51,7 @@ class Axis:
 
 def page(found: Calibration, path: Path) -> None:
     """Write the page. Raises UsageError when the file cannot be written."""
-    style = resources.files("autoshard.report").joinpath("page", "style.css").read_text(encoding="utf-8")
+    style = resources.files("autoshard.report.page").joinpath("parts", "style.css").read_text(encoding="utf-8")
     charts = (f"<section><h3>{escape(name)}</h3>{chart(errors)}</section>\n" for name, errors in sorted(grouped(found.errors).items()))
     write_atomically(path, HEAD.format(title=escape(found.cluster.description), style=style) + "".join(charts) + "</main></body></html>\n")
 
