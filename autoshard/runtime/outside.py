@@ -55,8 +55,7 @@ class Outside:
         self._values: list[Any] = []
         self._state: tuple[tuple[str, int], ...] = ()
         self._attributes: Any = None
-        self._told_of_many = False
-        self._find()
+        self._told_of_many = False  # places are looked for when `state` is asked first
 
     def traced(self) -> None:
         """What has changed since `state()` was asked the trace has written itself: no place any more."""
@@ -77,6 +76,7 @@ class Outside:
 
     def follow(self, other: Outside) -> None:
         """Number values as `other` does, of whose model this one's is a copy."""
+        self._find()
         theirs = dict(zip(other._places, map(_told, other._now()), strict=True))
         mine = dict(zip(self._places, map(_told, self._values), strict=True))
         self._known |= {path: [mine[path] if path in mine and told == theirs.get(path) else told for told in known]

@@ -119,8 +119,7 @@ def _place_read(code: CodeType, at: int, is_item: bool) -> Place | None:
     """Where the expression stands whose truth is looked at by the instruction `at`, or the call of `.item()` that this is. None where something else
     looks (`in`, `max`). The instruction that tests a truth may have the place of another expression; the one before it made the value, but for a
     comparison of Python 3.13 on that looks at its own. (A call is PRECALL in Python 3.11 once the function has run a few times.)"""
-    found = _instructions(code)
-    now = next((i for i, one in enumerate(found) if one.offset == at), 0)
+    found, now = _running(code, at)
     if any(word in found[now].opname for word in ("JUMP", "TO_BOOL", "UNARY_NOT")):
         return found[max(now - 1, 0)].positions
     if is_item or _compares_for_truth(found[now]):
@@ -130,8 +129,7 @@ def _place_read(code: CodeType, at: int, is_item: bool) -> Place | None:
 
 def _negates(code: CodeType, at: int) -> bool:
     """Whether the instruction `at` looks at the truth of what a `not` stands before. (From Python 3.13 on the next one computes the `not`.)"""
-    found = _instructions(code)
-    now = next((i for i, one in enumerate(found) if one.offset == at), 0)
+    found, now = _running(code, at)
     looks_ahead = found[now].opname == "TO_BOOL" or _compares_for_truth(found[now])
     return any(one.opname == "UNARY_NOT" for one in found[now:now + 1 + looks_ahead])
 
@@ -144,6 +142,12 @@ def _compares_for_truth(one: dis.Instruction) -> bool:
 @lru_cache(maxsize=64)
 def _instructions(code: CodeType) -> Sequence[dis.Instruction]:
     return tuple(dis.get_instructions(code))
+
+
+def _running(code: CodeType, at: int) -> tuple[Sequence[dis.Instruction], int]:
+    """All instructions, and which of them is at the offset `at`."""
+    found = _instructions(code)
+    return found, next((i for i, one in enumerate(found) if one.offset == at), 0)
 
 
 def _names_bool(code: CodeType, place: Place) -> bool:

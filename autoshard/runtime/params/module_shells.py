@@ -61,7 +61,7 @@ def has_attribute(module: nn.Module, name: str) -> bool:
     return name not in INTERNAL and (name in vars(module) or inspect.getattr_static(type(module), name, ABSENT) is not ABSENT)
 
 
-def defaults_of(kind: type) -> set[str]:
+def _defaults(kind: type) -> set[str]:
     """Attributes of the class that are numbers, texts or None: `module.scale = 2.0` gives one module another."""
     return {name for base in kind.__mro__ for name, value in vars(base).items() if isinstance(value, PLAIN) and name not in INTERNAL}
 
@@ -72,7 +72,7 @@ class Seen:
 
     def __init__(self, root: nn.Module) -> None:
         modules = tuple(root.modules())
-        found = [(vars(m), name, i) for i, m in enumerate(modules) for name in sorted({*vars(m), *defaults_of(type(m))} - INTERNAL)]
+        found = [(vars(m), name, i) for i, m in enumerate(modules) for name in sorted({*vars(m), *_defaults(type(m))} - INTERNAL)]
         self._tables, self._names, self._places = zip(*found, strict=True) if found else ((), (), ())
         self._values = self._now()
         self._objects: list[list[Any]] = [[v] for v in self._values]
