@@ -32,6 +32,14 @@ class Tied:
         """The choice of the whole problem that treats the copies alike."""
         return np.asarray(choice)[self.place]
 
+    def spread(self, choice: np.ndarray) -> list[np.ndarray]:
+        """Per layer, the choice of the whole problem in which all layers do what it does in `choice`; each of these once. A group of fewer
+        nodes than others repeats its last one."""
+        order, size = np.argsort(self.place, kind="stable"), np.bincount(self.place)
+        begin = np.cumsum(size) - size
+        each = [choice[order[begin + np.minimum(layer, size - 1)]][self.place] for layer in range(int(size.max(initial=0)))]
+        return list({made.tobytes(): made for made in each}.values())
+
 
 def tie(problem: Problem) -> Tied:
     """The quotient of `problem`. A group whose members differ in their number of strategies is left free. Several items of

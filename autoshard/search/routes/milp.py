@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from ortools.math_opt import model_pb2
 
+from autoshard.search.board import Board
 from autoshard.search.mip.guarded import never, solve_program
 from autoshard.search.reductions.core import Core
-from autoshard.search.reductions.gather import look
+from autoshard.search.reductions.gather import gather, look
 
+TABLES = 120_000  # table entries of what is left, up to which `solve_left` is begun
+MIP_NODES = 2000  # of its tree
 FEW_ROWS = 32  # of a plan: hard ones are part of the program at once, since a first run without them rarely helps
 ROWS_PER_ROUND = 12
 SCALED_SUM = 1e6
@@ -237,3 +240,13 @@ def _local_peaks(over: np.ndarray, tolerance: np.ndarray, present: set[int]) -> 
     peaks = [int(s[np.argmax(over[s])]) for s in stretches]
     peaks = [p for p in sorted(peaks, key=lambda p: -over[p]) if p not in present]
     return peaks[:ROWS_PER_ROUND]
+
+
+def solve_left(board: Board, core: Core, seed: int, nodes: int = MIP_NODES, gap: float = 0.0) -> MipAnswer:
+    """The MIP of what is left. A number of nodes ends it, the same on every machine; the clock only where half of the
+    time that is left is not enough for them."""
+    joined = core.copy()
+    gather(joined)
+    answer = solve_mip(joined, 0.5 * board.clock.left, seed=seed, nodes=nodes, gap=gap, overdue=board.clock.overdue)
+    board.clock.cut |= answer.timed
+    return answer if answer.choice is None else replace(answer, choice=joined.lift(answer.choice, len(core.undo)))

@@ -1,17 +1,21 @@
 """The best mixture of known choices: every node does what one of them does.
 
 Searches that started from different choices end at choices that are good in different parts of the problem, and repeated layers balance on
-a row where they follow different ones. What is left when every node may only do what a known choice does is small, and is solved with its rows."""
+a row where they follow different ones. What is left when every node may only do what a known choice does is small, and is solved with its rows.
+
+Layers are mixed alike: what one of them does in a choice all may do, which makes a choice per layer, and the best mixture of these is
+often far cheaper where layers differ to balance on a row. Neighbourhoods do not find it, for many layers change at once."""
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from autoshard.search.board import Board
+from autoshard.search.board import MARGIN, Board
 from autoshard.search.reductions import Infeasible, reduce_core
 from autoshard.search.reductions.core import build, table_entries
-from autoshard.search.routes.priced import TABLES, solve_left
+from autoshard.search.routes.milp import TABLES, solve_left
+from autoshard.search.tie import Tied
 
 NODES = 50  # of a MIP's tree: more make the mixture of a large problem hardly cheaper, and nothing is proven by it
 
@@ -37,3 +41,13 @@ def mix(board: Board, pool: Sequence[np.ndarray], seed: int = 0) -> None:
                 board.offer(core.lift(answer.choice), "mixture of known choices")
     except Infeasible:
         return
+
+
+def mix_layers(board: Board, tied: Tied) -> None:
+    """Offer the cheapest choice in which every node does what it or its copy in another layer does in the best choice known, again and again
+    while that is cheaper. Nothing is done where repeated layers, those of `tied`, are treated alike."""
+    while board.choice is not None and len(each := tied.spread(board.choice)) > 1:
+        before = board.cost
+        mix(board, [board.choice, *each])
+        if board.cost >= before - MARGIN * abs(before):
+            return

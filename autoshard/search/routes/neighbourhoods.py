@@ -18,6 +18,7 @@ from autoshard.search.problem import Edge, Items, Problem, Solution, evaluate, r
 from autoshard.search.reductions.core import Core, build
 from autoshard.search.routes.auto import search_reduced
 from autoshard.search.routes.min_sum import PAIRS, minimise
+from autoshard.search.routes.mixture import mix_layers
 from autoshard.search.tie import Tied, tie
 
 NODES = 80  # of a neighbourhood: with 40 bert gains 2.45 % instead of 2.49, with 160 no more; a node costs the same in all
@@ -60,14 +61,23 @@ class _Layers:
 
 
 def improve(board: Board, nodes: int = NODES, known: Neighbourhoods | None = None) -> None:
-    """Make the choice of `board` cheaper until no neighbourhood of `nodes` nodes can, or the clock is over. Without a choice nothing is done.
-    `known`: of the same problem."""
-    if board.choice is None:
-        return
-    layers = (known or Neighbourhoods(board.problem)).of(board.choice, board.cost)
+    """Make the choice of `board` cheaper until no neighbourhood of `nodes` nodes can, nor any mixture of its layers, or the clock is over.
+    Without a choice nothing is done. `known`: of the same problem."""
+    known = known or Neighbourhoods(board.problem)
+    mix_layers(board, known.alike.tied)
+    due = np.ones(board.problem.n, bool)
+    while board.choice is not None and due.any() and not board.clock.expired():
+        before = _settle(board, board.choice, nodes, known.of(board.choice, board.cost), due)
+        mix_layers(board, known.alike.tied)
+        due = board.choice != before
+
+
+def _settle(board: Board, choice: np.ndarray, nodes: int, layers: _Layers, due: np.ndarray) -> np.ndarray:
+    """`choice`, the best of `board`, made cheaper by the neighbourhoods of the nodes that are `due`, and of those that change meanwhile."""
     tied = layers.tied
-    search = _Search(tied.problem, layers.core, board.choice[tied.first], nodes)
-    waiting, due = deque(range(tied.problem.n)), np.ones(tied.problem.n, bool)
+    search = _Search(tied.problem, layers.core, choice[tied.first], nodes)
+    due = np.bincount(tied.place, due, tied.problem.n) > 0
+    waiting = deque(np.flatnonzero(due).tolist())
     while waiting and not board.clock.expired():
         centre = waiting.popleft()
         if not due[centre]:
@@ -79,6 +89,7 @@ def improve(board: Board, nodes: int = NODES, known: Neighbourhoods | None = Non
                 due[v] = True
                 waiting.append(v)
         board.offer(tied.lift(search.choice), "neighbourhoods")
+    return tied.lift(search.choice)
 
 
 class _Search:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,16 +15,14 @@ from autoshard.search.dual.packed import along
 from autoshard.search.problem import priced_cost
 from autoshard.search.reductions import Infeasible, drop_forbidden, reduce_core
 from autoshard.search.reductions.core import GONE, Core, stored_entries, table_entries
-from autoshard.search.reductions.gather import gather
 from autoshard.search.reductions.pairs import merge_pairs
 from autoshard.search.routes.bucket_elimination import Eliminated, Elimination
 from autoshard.search.routes.joining import close_by_joining
-from autoshard.search.routes.milp import MipAnswer, solve_mip
+from autoshard.search.routes.milp import TABLES, solve_left
 from autoshard.search.routes.neighbourhoods import improve
-from autoshard.search.routes.small import SMALL_TABLES, shrink
+from autoshard.search.routes.small import shrink
 
 GAPS = (1e-5, 1e-3, 1e-2, 4e-2)  # assumed where the bound is not tight, widened while nothing is found
-TABLES = 2 * SMALL_TABLES
 LARGEST_PAIR = 200  # joint strategies; larger pairs cost more to reduce than their bound is worth
 LOOSE, LARGER_PAIRS = 2e-4, (400, 729)  # relative gap of the bound above which they are tried; see `_answer`
 HUGE_PAIR = 2100  # where nodes are not joined, around what makes the bound loose: two weights of 45 layouts, on three axes with inner shards
@@ -32,7 +30,6 @@ AROUND = (2, 2, 3, 4, 6)  # how far from it, in edges, one after the other
 MANY = 100  # strategies of the largest node, from which on the largest pairs are made at once: on three axes a weight has 27 layouts
 LARGE = 4_000_000  # table entries; above, no MIP follows
 STORED = 2_000_000  # of distinct tables; above, what one price computed is not kept for the next
-MIP_NODES = 2000
 LOOSE_TO_JOIN = 1e-1  # above, larger pairs are not tried before
 FAR = 1e-3  # relative gap of the bound, above which nodes are joined
 JOIN_SHARE, ROUGH_SHARE = 0.9, 0.3  # of the time left, a net
@@ -287,13 +284,3 @@ def _widen(board: Board, dual: Dual, bound: float, value: float, choice: np.ndar
         if not answer.infeasible:
             break
     return bound, choice
-
-
-def solve_left(board: Board, core: Core, seed: int, nodes: int = MIP_NODES, gap: float = 0.0) -> MipAnswer:
-    """The MIP of what is left. A number of nodes ends it, the same on every machine; the clock only where half of the
-    time that is left is not enough for them."""
-    joined = core.copy()
-    gather(joined)
-    answer = solve_mip(joined, 0.5 * board.clock.left, seed=seed, nodes=nodes, gap=gap, overdue=board.clock.overdue)
-    board.clock.cut |= answer.timed
-    return answer if answer.choice is None else replace(answer, choice=joined.lift(answer.choice, len(core.undo)))

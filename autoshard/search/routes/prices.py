@@ -13,10 +13,10 @@ from autoshard.search.reductions import Infeasible, reduce_core
 from autoshard.search.reductions.core import Core, stored_entries, table_entries
 from autoshard.search.routes.bucket_elimination import Elimination
 from autoshard.search.routes.keeping import most_cost, steep_prices
+from autoshard.search.routes.milp import TABLES
 from autoshard.search.routes.priced import (
     LARGEST_PAIR,
     STORED,
-    TABLES,
     Priced,
     always_paid,
     choice_value,
