@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoshard.search import Clock, Problem, evaluate, mix
+from autoshard.search import Board, Clock, Edge, Problem, evaluate, mix
+from autoshard.search.problem import Items
+from autoshard.search.routes.mixture import mix_layers
+from autoshard.search.tie import tie
 from tests.search.random_problems import random_problem
 
 
@@ -41,3 +44,37 @@ def test_a_choice_alone_is_its_own_mixture():
     problem = next(p for p in (replace(random_problem(s), intervals=None) for s in range(50)) if np.isfinite(evaluate(p, some(p, 1, 0)[0])))
     choice, = some(problem, 1, 0)
     assert np.array_equal(mix(problem, [choice], Clock(20.0))[0], choice)
+
+
+def layers(count: int, seed: int) -> Problem:
+    """A chain of equal layers of two nodes, each of three strategies; a row that less than all layers may load."""
+    rng = np.random.default_rng(seed)
+    costs, inside, between = (rng.random(3), rng.random(3)), rng.random((3, 3)) / 4, rng.random((3, 3)) / 4
+    every, nodes = np.arange(3), 2 * count
+    edges = tuple(Edge(v, v + 1, between if v % 2 else inside, every, every) for v in range(nodes - 1))
+    load = Items(np.repeat(np.arange(nodes), 3), np.tile(every, nodes), np.zeros(3 * nodes, dtype=np.int64), np.tile(rng.random(6), count))
+    return Problem(costs * count, edges, np.array([0.4 * nodes]), np.array([np.inf]), load, groups=np.array([0, 1] * count))
+
+
+def test_no_mixture_of_layers_is_cheaper():
+    better = 0
+    for seed in range(40):
+        problem = layers(4, seed)
+        tied, board = tie(problem), Board(problem, Clock(20.0))
+        first = next((c for c in some(problem, 50, seed) if np.isfinite(evaluate(problem, c))), None)
+        if first is None:
+            continue
+        board.offer(first)
+        mix_layers(board, tied)
+        assert board.cost == evaluate(problem, board.choice) <= evaluate(problem, first), seed
+        assert board.cost <= cheapest_mixture(problem, [board.choice, *tied.spread(board.choice)]) * (1 + 1e-9) + 1e-12, seed
+        better += board.cost < evaluate(problem, first)
+    assert better > 10, "the first choice is seldom the best mixture of its layers"
+
+
+def test_of_layers_that_are_alike_there_is_no_mixture():
+    problem = layers(4, 0)
+    board = Board(problem, Clock(20.0))
+    board.offer(np.array([1, 2] * 4))
+    mix_layers(board, tie(problem))
+    assert board.choice is None or board.choice.tolist() == [1, 2] * 4

@@ -96,3 +96,18 @@ def test_a_neighbourhood_whose_rows_bind_does_not_begin_with_itself_again():
     first = load.argmin(axis=1)
     choice, cost = improve(problem, first, Clock(20.0))
     assert cost == evaluate(problem, choice) <= evaluate(problem, first), "a plan found this way ended in a RecursionError"
+
+
+def test_layers_change_together_where_no_neighbourhood_gains():
+    """A chain in which neighbours that differ cost 1, and half of the nodes may take the dear load: two nodes that swap it gain nothing by themselves."""
+    every, differ, count = np.arange(2), np.array([[0.0, 1.0], [1.0, 0.0]]), 24
+    load = Items(np.arange(count), np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64), np.ones(count))
+    problem = Problem((np.array([0.0, 0.1]),) * count, tuple(Edge(v, v + 1, differ, every, every) for v in range(count - 1)),
+                      np.array([count / 2]), np.array([np.inf]), load, groups=np.zeros(count, dtype=np.int64))
+    start = np.arange(count) % 2
+    apart = replace(problem, groups=None)
+    assert improve(problem, start, Clock(20.0))[1] == pytest.approx(1.0 + 0.1 * count / 2)
+    board = Board(apart, Clock(20.0))
+    board.offer(start)
+    neighbourhoods.improve(board, nodes=2)
+    assert board.cost > 2.0 + 0.1 * count / 2, "what the first line shows neighbourhoods do as well"

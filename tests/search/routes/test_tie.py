@@ -41,3 +41,11 @@ def test_a_layer_looks_the_same_in_the_quotient():
     assert tied.node_costs[0] is costs[0] and tied.node_costs[1] is costs[1]
     assert any(e.table is inside for e in tied.edges) and not any(e.table is between for e in tied.edges)
     assert tied.items.amount.tolist() == [0.1] and tied.row_limit.tolist() == [0.3 / layers]
+
+
+def test_what_a_layer_does_all_may_do():
+    """Two nodes a layer, the first of which the last layer lacks; node 5 is in no layer."""
+    problem = Problem((np.zeros(9),) * 6, groups=np.array([0, 1, 0, 1, 1, -1]))
+    each = [choice.tolist() for choice in tie(problem).spread(np.array([1, 2, 3, 4, 5, 6]))]
+    assert each == [[1, 2, 1, 2, 2, 6], [3, 4, 3, 4, 4, 6], [3, 5, 3, 5, 5, 6]]
+    assert len(tie(problem).spread(np.array([1, 2, 1, 2, 2, 6]))) == 1
