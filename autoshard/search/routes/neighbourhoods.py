@@ -62,34 +62,41 @@ class _Layers:
 
 def improve(board: Board, nodes: int = NODES, known: Neighbourhoods | None = None) -> None:
     """Make the choice of `board` cheaper until no neighbourhood of `nodes` nodes can, nor any mixture of its layers, or the clock is over.
-    Without a choice nothing is done. `known`: of the same problem."""
+    Without a choice nothing is done. Layers are mixed after one gain, since what was gained in one of them others may gain too, and where that is
+    of no use after twice as many. `known`: of the same problem."""
     known = known or Neighbourhoods(board.problem)
     mix_layers(board, known.alike.tied)
-    due = np.ones(board.problem.n, bool)
+    due, gains = np.ones(board.problem.n, bool), 1
     while board.choice is not None and due.any() and not board.clock.expired():
-        before = _settle(board, board.choice, nodes, known.of(board.choice, board.cost), due)
+        due = _settle(board, board.choice, nodes, known.of(board.choice, board.cost), due, gains)
+        before = board.choice
         mix_layers(board, known.alike.tied)
-        due = board.choice != before
+        gains = 2 * gains if board.choice is before else 1
+        due |= board.choice != before
 
 
-def _settle(board: Board, choice: np.ndarray, nodes: int, layers: _Layers, due: np.ndarray) -> np.ndarray:
-    """`choice`, the best of `board`, made cheaper by the neighbourhoods of the nodes that are `due`, and of those that change meanwhile."""
+def _settle(board: Board, choice: np.ndarray, nodes: int, layers: _Layers, due: np.ndarray, gains: int) -> np.ndarray:
+    """Offer what the neighbourhoods of the nodes that are `due`, and of those that change meanwhile, make of `choice`, the best one of `board`,
+    until so many of them made it cheaper. Returns which nodes are still due."""
     tied = layers.tied
     search = _Search(tied.problem, layers.core, choice[tied.first], nodes)
     due = np.bincount(tied.place, due, tied.problem.n) > 0
     waiting = deque(np.flatnonzero(due).tolist())
-    while waiting and not board.clock.expired():
+    while waiting and gains and not board.clock.expired():
         centre = waiting.popleft()
         if not due[centre]:
             continue
         around = search.around(centre)
         due[around[:max(1, len(around) // INNER)]] = False
-        for v in search.settle(around, board):
+        changed = search.settle(around, board)
+        for v in changed:
             if not due[v]:
                 due[v] = True
                 waiting.append(v)
-        board.offer(tied.lift(search.choice), "neighbourhoods")
-    return tied.lift(search.choice)
+        if changed:
+            gains -= 1
+            board.offer(tied.lift(search.choice), "neighbourhoods")
+    return due[tied.place]
 
 
 class _Search:

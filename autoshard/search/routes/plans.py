@@ -40,7 +40,8 @@ ROOMS = (3e-5, 3e-4, 3e-3, 3e-2)  # assumed gaps, widened while nothing is found
 LIKELY = 3e-4  # the widest of them before the best tied choice is known
 NEARBY = 1e-3  # the same of the least cost known: then the best tied choice is not needed, and a MIP may have more entries
 NEARLY = 1e-4  # relative gap at its best prices at which a large tied problem counts as solved there
-ALIKE, ALIKE_SHARE = 4, 0.25  # choices that treat layers alike and are made cheaper before they are mixed; the part of the time left for each, a net
+DISTANT = 1e-2  # relative gap above which choices that treat layers alike are made cheaper and mixed, before the whole problem is looked at
+ALIKE, ALIKE_SHARE = 4, 0.25  # how many of them; the part of the time left for each, a net
 MIXED = 5e-4  # relative gap of a mixture of a few choices that needs no other
 PART = 2  # of the best choices that keep the rows, and of those that do not: what is mixed first
 COPIES = 8  # times more, of layers that look the same: no more may be distinct
@@ -108,6 +109,7 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
     if large:
         give_back_memory()
     tied_best = quotient.best if quotient is not None else None
+    _mix_alike(board, quotient, [*board.near, *pool], seed)
     if quotient is not None and (choice := quotient.solved()) is not None:
         likely, reduced = True, not (quotient.core.price == 0)[core.price > 0].any()
         board.offer(choice, "layers tied", tied=True)
@@ -122,7 +124,7 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
     best, _, found = search_prices(board, core, planes, seed, tied_best, alike=alike, doubtful=layers is not None and quotient is None)
     near = False
     if not board.done:  # a choice near the bound tells most strategies to be too dear
-        _mix(board, core, best, [*pool, *found], quotient, seed)
+        _mix(board, core, best, [*pool, *found], seed)
     if not board.done and best is not None and best.loose and (large or board.enough):  # a little more of the bound may do
         best = tighten(board, core, best, seed, FINE if large else 0.0)
         board.raise_bound(best.bound, "row prices")
@@ -137,39 +139,36 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
     board.near = [*board.near, *pool, *found]
 
 
-def _mix(board: Board, core: Core, best: Priced | None, pool: list[np.ndarray], quotient: Quotient | None, seed: int) -> None:
-    """The best choices at the best prices that keep the rows and the best that do not are mixed first, which takes less time. Where that is not
-    near the bound, choices that treat the layers alike are made cheaper, and mixed with these; and then all that were met."""
-    few = pool
+def _mix(board: Board, core: Core, best: Priced | None, pool: list[np.ndarray], seed: int) -> None:
+    """The best choices at the best prices that keep the rows and the best that do not are mixed first, which takes less time; then
+    all that were met, if that is not near the bound."""
     if best is not None:
         value = {i: choice_value(board, core, best.prices, choice) for i, choice in enumerate(pool)}
         fits = {i: math.isfinite(evaluate(board.problem, choice)) for i, choice in enumerate(pool)}
-        few = [pool[i] for wanted in (True, False) for i in sorted((i for i in value if fits[i] is wanted), key=value.__getitem__)[:PART]]
-        mix(board, few, seed)
-    if quotient is not None and not quotient.large and _far(board, best):
-        mix(board, [*few, *_better_alike(board, quotient.tied, [*board.near, *pool])], seed)
-    if _far(board, best):
+        few = [i for wanted in (True, False) for i in sorted((i for i in value if fits[i] is wanted), key=value.__getitem__)[:PART]]
+        mix(board, [pool[i] for i in few], seed)
+    if not board.done and (best is None or board.cost - best.bound > MIXED * abs(best.bound)):
         mix(board, pool, seed)
 
 
-def _far(board: Board, best: Priced | None) -> bool:
-    return not board.done and (best is None or board.cost - best.bound > MIXED * abs(best.bound))
-
-
-def _better_alike(board: Board, tied: Tied, pool: list[np.ndarray]) -> list[np.ndarray]:
-    """What neighbourhoods make of the cheapest of `pool` that treat the layers alike and keep the rows. Each ends at a choice that is good
-    in other places, and all layers change at once, which takes a tenth of the time that neighbourhoods of the whole problem do."""
+def _mix_alike(board: Board, quotient: Quotient | None, pool: list[np.ndarray], seed: int) -> None:
+    """Mix what neighbourhoods make of the cheapest of `pool` that treat the layers alike and keep the rows. Each ends at a choice that is good in
+    other places, and all layers change at once, which takes a tenth of the time that neighbourhoods of the whole problem do."""
+    if quotient is None or quotient.large or board.cost - board.bound <= DISTANT * abs(board.bound):
+        return
+    tied, ends = quotient.tied, []
     alike = {choice.tobytes(): choice for choice in pool if np.array_equal(choice, tied.lift(choice[tied.first]))}
     costs = {key: evaluate(board.problem, choice) for key, choice in alike.items()}
-    known, ends = Neighbourhoods(tied.problem), []
+    known = Neighbourhoods(tied.problem)
     for key in sorted((key for key in costs if math.isfinite(costs[key])), key=costs.__getitem__)[:ALIKE]:
         own = Board(tied.problem, board.clock.part(ALIKE_SHARE))
         own.offer(alike[key][tied.first])
         improve(own, known=known)
         if own.choice is not None:
+            quotient.board.offer(own.choice)
             ends.append(tied.lift(own.choice))
             board.offer(ends[-1], "neighbourhoods of equal layers")
-    return ends
+    mix(board, ends, seed)
 
 
 def solve_at_ends(board: Board, core: Core, seed: int) -> bool:
