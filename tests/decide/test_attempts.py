@@ -9,7 +9,7 @@ from steering import formulation_of, traced
 
 from autoshard.decide.how import How
 from autoshard.decide.make_plan import Timelines
-from autoshard.decide.memory.attempts import EVERY, Attempt, Outcome, try_in_order
+from autoshard.decide.memory.attempts import EVERY, SHORT, TRAINING, UNREFINED, UNSURE, Attempt, Outcome, try_in_order
 from autoshard.decide.program import NOTHING, Program, starting_plans
 from autoshard.decide.variants import Variants
 from autoshard.search import Clock
@@ -96,3 +96,11 @@ def test_after_ctrl_c_the_status_says_so(program):
 def test_nothing_tried_is_nothing_found(program):
     found = outcome(program)
     assert found.solution.choice is NOTHING.choice is None and found.solution.status is Status.UNKNOWN
+
+
+def test_no_time_is_kept_to_refine_a_starting_plan_where_none_fits(program):
+    """Both shares were taken off: a quarter of the time was left for the search that mattered (gpt of 350M in 60 % of its memory)."""
+    open_search, how = TRAINING[2], How(Clock(60.0))
+    nothing_fits = replace(program, starts=tuple(choices(program, False)))
+    assert open_search.share(Variants(nothing_fits, how, how)) == SHORT * UNSURE
+    assert open_search.share(Variants(program, how, how)) == SHORT * UNREFINED and open_search.share(Variants(program, how)) == SHORT

@@ -152,7 +152,8 @@ def _sure_share(variants: Variants) -> float:
 
 
 def _open_share(variants: Variants) -> float:
-    return (SHORT if variants.little else 1.0) * _sure_share(variants) * _unrefined_share(variants)
+    """Where no starting plan fits, none would be refined."""
+    return (SHORT if variants.little else 1.0) * min(_sure_share(variants), _unrefined_share(variants))
 
 
 def _light_share(variants: Variants) -> float:

@@ -32,6 +32,7 @@ BEFORE, SEEN = 0.5, 0.5  # of the time for the first search where floor rows may
 ABOUT, ROUGHLY = 1e-2, 3e-2  # gaps at which searches end if their plans are starts of others, which see more of what is too full: of
 # large problems, and of others; the rest of the time says more there, and what is lacking is looked for last
 LONGEST, SHORT = 0.7, 0.5  # of a large problem: the most of the time left for floor rows; of what the first search took, too little for another
+TIMES = 2  # what the first search took is given to the next one, whose phases have shares of it: with as long as that it was cut short
 NEAR = 6  # moments behind the fullest one that may have a floor row; the row counts most where the op reads much
 CLOSED = 2e-3  # a gap that needs no more searches
 TIGHT = 5e-4  # a gap at which searches end whose plans hardly fit as they are: to fit costs them more than that
@@ -154,7 +155,7 @@ def _as_long(problem: Problem, first: Solution, least: float, most: float, how: 
     """The share of the time for a search, or for several, of which the first takes about as long as `first` did; of a small problem the `least`."""
     if not problem.is_large:
         return least
-    return max(least, min(most, first.seconds / max(how.clock.left, first.seconds)))
+    return max(least, min(most, TIMES * first.seconds / max(how.clock.left, first.seconds)))
 
 
 def _overfull(floors: Floors, timeline: Timeline, choice: np.ndarray) -> list[str]:
