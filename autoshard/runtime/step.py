@@ -103,6 +103,7 @@ class Step:
         self.trained = tuple(sorted(tangents))
         self.takes = tuple((p.kind, p.name) for p in self.forward.takes)
         self.draws = any(kind == "seed" for kind, _ in self.takes)
+        self.writes = next((name for name in self.mutated if name in stored.params), "")
         used = {name for kind, name in self.takes if kind == "input"}
         self.reads = tuple((int(name.removeprefix("input:")), name, spec) for name, spec in self.input_specs.items() if name in used)
         self.grad_names: tuple[str, ...] = ()
@@ -167,9 +168,7 @@ class Step:
     def run(self, tensors: Sequence[torch.Tensor], given: Sequence[Spec | None], seed: int, model: Any) -> tuple[torch.Tensor, ...]:
         """User outputs of one call, local."""
         _torch.take_plain_tensors()  # the loop around this call may mix them with DTensors, and torch keeps that by thread
-        if self.draws and in_checkpoint():
-            raise UsageError("the compiled model draws random numbers (dropout), and torch.utils.checkpoint around its call would draw others when "
-                             "it runs it again: use it inside of the model, where the trace follows it, or let memory_budget= decide what runs again")
+        self._refuse_checkpoint()
         arguments = self.arguments(tensors, given, seed)
         if self.backward is None or not torch.is_grad_enabled():
             with torch.no_grad():
@@ -180,6 +179,15 @@ class Step:
         apart = model.keeps_apart()
         result = _Node.apply(self, model, arguments, kept, seed, apart, *self.leaves(tensors, apart))
         return result if isinstance(result, tuple) else (result,)
+
+    def _refuse_checkpoint(self) -> None:
+        """Raises UsageError where the call runs again in backward and would do something else then."""
+        if not (self.draws or self.writes) or not in_checkpoint():
+            return
+        does, again = (("draws random numbers (dropout)", "draw others") if self.draws else
+                       (f"writes into its parameter {self.writes}", "write it twice"))
+        raise UsageError(f"the compiled model {does}, and torch.utils.checkpoint around its call would {again} when it runs it again: use it inside "
+                         "of the model, where the trace follows it, or let memory_budget= decide what runs again")
 
     @cached_property
     def _hands_on_states(self) -> bool:

@@ -196,6 +196,12 @@ def test_written_weights_are_padded():
     assert (report := autoshard.verify(model, "d=2", (torch.randn(4, 4),), plans=("fully_sharded", "random:1"), steps=2)).ok, str(report)
 
 
+def test_written_weights_are_not_written_twice_by_a_checkpoint():
+    x = torch.randn(4, 4, requires_grad=True)
+    with pytest.raises(UsageError, match=r"writes into its parameter k.weight.*torch.utils.checkpoint around its call would write it twice"):
+        checkpoint(autoshard.compile(Body(momentum), "d=1"), x, use_reentrant=False)
+
+
 def test_written_weights_need_their_own_precision_and_no_micro_batches():
     x = torch.randn(4, 4)
     with pytest.raises(TraceError, match=r"(?s)'k.weight', of which it has a copy in torch.bfloat16.*'k.bias'"):
