@@ -121,8 +121,8 @@ class CompiledModule(Guidance, nn.Module):
             self.name_who_left(e)
             raise
         if self._wraps and step.wraps:
-            outs = tuple(wrap_output(t, s, m, mode, self._stores_at)
-                         for t, s, m, mode in zip(outs, step.user_specs, step.user_metas, step.modes, strict=True))
+            how = zip(outs, step.user_specs, step.user_metas, step.modes, strict=True)
+            outs = tuple(wrap_output(t, s, m, mode, self._stores_at) for t, s, m, mode in how)
         return step.calling.unflatten(outs)
 
     @contextmanager
@@ -236,7 +236,8 @@ class CompiledModule(Guidance, nn.Module):
         return batch.traced(self._program, *pytree.tree_unflatten(leaves, tree), self.options.pipeline, self.place.mesh, **how)
 
     def _facts(self, key: Any) -> dict[str, str]:
-        return call_facts(self._program, self.settings, key, self._told[0] + 1, first=not self._steps)
+        which = str(list(self._steps).index(key)) if key in self._steps else "a new one"
+        return call_facts(self._program, self.settings, key, self._told[0] + 1, not self._steps, which, self._outside.in_words())
 
     def name_who_left(self, e: Exception) -> None:
         """Where a collective fails (with `e`) because a rank does not come: raises AutoshardError, which says which one and why, if
@@ -380,8 +381,7 @@ class CompiledModule(Guidance, nn.Module):
         """With tensors of its own and this one's variants and plans, for `swa_utils.AveragedModel`. Parameters' hooks stay behind, as torch's do."""
         twin = object.__new__(type(self))
         nn.Module.__init__(twin)
-        for name in ("place", "settings", "options", "passing", "_binding"):
-            setattr(twin, name, getattr(self, name))
+        twin.__dict__.update({name: getattr(self, name) for name in ("place", "settings", "options", "passing", "_binding")})
         self._sync_modes()  # what is copied is what the user sees by now
         twin._hold(self._stored.copied(memo), self.training)
         twin._seen.follow(self._seen)

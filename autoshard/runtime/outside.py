@@ -41,6 +41,8 @@ MOST = 2048
 """Places: looking at so many takes 0.1 ms in every call."""
 MANY_KEYS = 4096
 """Keys of a table that are looked for."""
+MOST_TOLD = 3
+"""Places that a message names."""
 
 
 class Outside:
@@ -98,6 +100,12 @@ class Outside:
                 self._values = now
                 self._state = self._changed()
         return self._state
+
+    def in_words(self) -> str:
+        """The changed places of the last `state`, with what is there."""
+        now = dict(zip(self._places, self._values, strict=True))
+        return ", ".join(f"{path} = {now[path]!r:.40}" if is_a(now[path], (*PLAIN, *VALUES)) else f"{path} (of {type(now[path]).__name__})"
+                         for path, _ in self._state[:MOST_TOLD]) + (f" and {len(self._state) - MOST_TOLD} more" if self._state[MOST_TOLD:] else "")
 
     def _now(self) -> list[Any]:
         try:

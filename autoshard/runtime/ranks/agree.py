@@ -20,7 +20,10 @@ from autoshard.runtime.ranks.place import Place
 log = logging.getLogger("autoshard")
 FIRST_WAIT, LONGEST_WAIT, NEWS = 5e-5, 0.2, 15.0
 """Seconds between two looks into the store, and between two lines of the log."""
-ORDERS = {"graph of the model": " (where a model goes through a set of texts, the order differs between processes: let it go through sorted(...))"}
+OUTSIDE = "numbers that the code reads from outside"
+"""A fact that is told and not compared: ranks may differ in it where their programs are equal."""
+ORDERS = {"graph of the model": f" ({OUTSIDE}, as a global or a config, may differ; and where a model goes through a set of texts, the order "
+          "differs between processes: let it go through sorted(...))"}
 """Of facts that ranks differ in without a difference in the call: how that comes."""
 T = TypeVar("T")
 
@@ -33,13 +36,13 @@ def share(place: Place, facts: str | Mapping[str, str], make: Callable[[], str],
     something else, or gives no answer for `timeout` seconds."""
     if place.mesh.size == 1:
         return make()
-    facts = json.dumps({"program": facts} if isinstance(facts, str) else dict(facts))
+    facts = {"program": facts} if isinstance(facts, str) else dict(facts)
 
     def judge(found: Iterator[tuple[int, str]]) -> str:
         _compare(facts, place.ranks[0], found)
         return make()
 
-    return gathered(place, facts, judge, timeout)
+    return gathered(place, json.dumps(facts), judge, timeout)
 
 
 def gathered(place: Place, text: str, judge: Callable[[Iterator[tuple[int, str]]], str], timeout: float = 3600.0, about: str = "facts") -> str:
@@ -114,21 +117,21 @@ def _different(leader: int, rank: int, how: str) -> errors.LoweringError:
                                 "(where the last batches of ranks differ: drop_last=True in the DataLoader)")
 
 
-def _compare(facts: str, leader: int, found: Iterator[tuple[int, str]]) -> None:
-    for rank, theirs in found:
-        if theirs != facts:
-            raise _different(leader, rank, _difference(json.loads(facts), json.loads(theirs)))
+def _compare(mine: Mapping[str, str], leader: int, found: Iterator[tuple[int, str]]) -> None:
+    for rank, text in found:
+        theirs = json.loads(text)
+        if {**mine, OUTSIDE: ""} != {**theirs, OUTSIDE: ""}:
+            raise _different(leader, rank, _difference(mine, theirs))
 
 
 def _difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     """The first fact that differs, and of a fact with many lines the first of those."""
-    for name in (*mine, *theirs):
-        a, b = mine.get(name, "nothing"), theirs.get(name, "nothing")
-        if a != b:
-            lines = zip(a.splitlines() + ["nothing"], b.splitlines() + ["nothing"], strict=False)
-            x, y = next(((x, y) for x, y in lines if x != y), (a, b))
-            return f"{name}: {x} against {y}{ORDERS.get(name, '')}"
-    return "nothing differs"
+    name = next(name for name in (*mine, *theirs) if name != OUTSIDE and mine.get(name) != theirs.get(name))
+    a, b = mine.get(name, "nothing"), theirs.get(name, "nothing")
+    lines = zip(a.splitlines() + ["nothing"], b.splitlines() + ["nothing"], strict=False)
+    x, y = next(((x, y) for x, y in lines if x != y), (a, b))
+    there, here = (facts.get(OUTSIDE) or "as at first" for facts in (mine, theirs))
+    return f"{name}: {x} against {y}{ORDERS.get(name, '')}" + (f", with {OUTSIDE}: {there} against {here}" if there != here else "")
 
 
 def _described(e: BaseException) -> str:

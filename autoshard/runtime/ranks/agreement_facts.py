@@ -9,13 +9,14 @@ from torch import nn
 
 from autoshard.base.spec import Spec, format_spec
 from autoshard.runtime.compile import Settings
+from autoshard.runtime.ranks.agree import OUTSIDE
 
 ALL = "all"
 
 
-def call_facts(model: nn.Module, settings: Settings, key: Any, call: int, first: bool) -> dict[str, str]:
-    """`key` is that of `CompiledModule._key`. Of the `first` call also the model and the options; later they cannot differ. What lies around the
-    loss function may: a rank's number is often there."""
+def call_facts(model: nn.Module, settings: Settings, key: Any, call: int, first: bool, which: str, outside: str) -> dict[str, str]:
+    """`key` is that of `CompiledModule._key`. Of the `first` call also the model and the options; later they cannot differ. What the code reads from
+    `outside` may, a rank's number is often there, but not `which` of the variants that are there it leads to."""
     (grad, autocast, training, trainable, plain, _), tree, leaves, given = key
     still = 0 if not any(training) else training.count(False)
     mode = f"{'training' if any(training) else 'evaluation'} mode" + (f" but for {still} of {len(training)} modules" if still else "")
@@ -23,7 +24,7 @@ def call_facts(model: nn.Module, settings: Settings, key: Any, call: int, first:
     mode += f", autocast to {autocast}" if autocast else ""
     facts = {"mode": mode, "inputs": _inputs(leaves, given), "structure of the arguments": str(tree),
              "modes of the modules": _digest(training), "trainable parameters": _trainable(model, trainable),
-             "attributes of the modules": _digest(plain), "number of calls": str(call)}
+             "attributes of the modules": _digest(plain), "number of calls": str(call), "variant": which, OUTSIDE: outside}
     if not first:
         return facts
     return {"model": type(model).__name__, "parameters": _tensors(model.named_parameters()),
@@ -33,7 +34,8 @@ def call_facts(model: nn.Module, settings: Settings, key: Any, call: int, first:
 def in_words(facts: dict[str, str]) -> str:
     """What a call is, for messages."""
     trains = facts["trainable parameters"]
-    return f"{facts['mode']}{'' if trains == ALL else f', trainable parameters {trains}'} with inputs {facts['inputs']}"
+    outside = f", {facts[OUTSIDE]}" if facts[OUTSIDE] else ""
+    return f"{facts['mode']}{'' if trains == ALL else f', trainable parameters {trains}'}{outside} with inputs {facts['inputs']}"
 
 
 def _trainable(model: nn.Module, trainable: tuple[bool, ...]) -> str:

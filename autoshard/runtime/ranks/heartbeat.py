@@ -158,7 +158,8 @@ class Pulse:
         call, agreeing, mine = self.told
         if agreeing and not beat.agreeing and beat.call >= call:
             return (f"rank {rank} does not prepare call {call} with the others: {beat.what}, and this rank has {mine}; every rank "
-                    "must call the same model in the same mode with inputs of the same shapes and dtypes")
+                    "must call the same model in the same mode, with the same numbers in its modules and around its code, and inputs of the same "
+                    "shapes and dtypes")
         return ""
 
 

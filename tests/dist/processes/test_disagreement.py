@@ -82,6 +82,29 @@ def other_modules_while_others_compare() -> None:
             model(x)
 
 
+SCALE = {"by": 1.0}
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * SCALE["by"]
+
+
+def other_numbers_outside() -> None:
+    """Ranks change in one call to different variants, which all of them have, by a number in a global."""
+    mine, x = dist.get_rank(), torch.ones(4, 8)
+    model = compiled(Scaled())
+    for SCALE["by"] in (1.0, 2.0, 3.0, 1.0):
+        model(x)
+    SCALE["by"] = 2.0 + mine
+    with pytest.raises(LoweringError, match=r"variant: 0 against 1, .*SCALE\['by'\] = 2.0 against .*SCALE\['by'\] = 3.0"):
+        model(x)
+
+
 def another_way() -> None:
     """Rank 1 runs a variant it has, and waits in its collective, while rank 0 prepares another: rank 0 finds out."""
     model = compiled(net())
@@ -131,6 +154,7 @@ def disagreements() -> None:
     differing_calls()
     fewer_rows_while_others_compare()
     other_modules_while_others_compare()
+    other_numbers_outside()
     another_way()
 
 
