@@ -76,7 +76,7 @@ class PipelineVariant(Variant):
         share(self.place, "lowered", lambda: "", running.timeout)  # from here on ranks may meet in collectives
         if not self.first.placements:
             self._settle(plan, made, mine)
-        elif lost := sorted(_names(made, mine) - {*self.stored.params, *self.stored.buffers}):
+        elif lost := sorted(_names(made, mine) - {*self.stored.params, *self.stored.buffers, *self.traced.calling.constants}):
             raise PlanError(f"{lost[0]} is in another stage than where this rank's parameters are; plan this variant again")
         else:
             self._check_changed()
@@ -100,7 +100,8 @@ class PipelineVariant(Variant):
         self._make_equal(unread)
         warn_of_other_conditions(plan.cluster, self.place)
         whole = {n: self.stored.specs[n] for n in unread}
-        self.first.placements, self.first.options, self.first.unread = {**plan.placements, **whole}, made.options, unread
+        stored = {n: p for n, p in plan.placements.items() if n not in self.traced.calling.constants}  # another variant has its own
+        self.first.placements, self.first.options, self.first.unread = {**stored, **whole}, made.options, unread
         self.first.first_rank = {**dict.fromkeys(unread, made.table.rank_of[0]), **_first_ranks(made)}
 
     def _make_equal(self, names: frozenset[str]) -> None:

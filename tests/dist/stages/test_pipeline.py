@@ -321,14 +321,14 @@ def test_batch_norms_of_other_stages_are_no_obstacle_to_loading():
 
 
 class Gained(nn.Module):
-    """A layer with a number in a config, which all layers share, and one in a list."""
+    """A layer with a number in a config, which all layers share, one in a list, and a tensor that is no buffer."""
 
     def __init__(self, config: SimpleNamespace) -> None:
         super().__init__()
-        self.layer, self.config, self.gains = nn.Linear(6, 6), config, [1.0]
+        self.layer, self.config, self.gains, self.mask = nn.Linear(6, 6), config, [1.0], torch.linspace(0, 1, 6).double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.layer(x)) * self.config.gain * self.gains[0]
+        return torch.tanh(self.layer(x)) * self.mask * self.config.gain * self.gains[0]
 
 
 def _changed_config() -> list[float]:
@@ -338,12 +338,13 @@ def _changed_config() -> list[float]:
     fast = autoshard.compile(copy.deepcopy(model), "pp=2", batch, loss_fn=F.mse_loss, cluster="cpu-gloo", cache=False,
                              pipeline=Pipeline(microbatches=2))
     errors = []
-    for change in (lambda m: None, lambda m: setattr(m[0].config, "gain", 0.5), lambda m: m[1].gains.__setitem__(0, 2.0)):
+    for change in (lambda m: None, lambda m: setattr(m[0].config, "gain", 0.5), lambda m: m[1].gains.__setitem__(0, 2.0),
+                   lambda m: setattr(m[1], "mask", 2 * m[1].mask)):
         for m in (model, fast):
             change(m)
         errors.append(abs(fast(*batch).item() - F.mse_loss(model(batch[0]), batch[1]).item()))
     return errors
 
 
-def test_numbers_in_configs_may_change():
+def test_numbers_in_configs_and_constants_may_change():
     assert max(max(errors) for errors in on_ranks(2, _changed_config)) < 1e-12
