@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache, partial
 from itertools import islice, pairwise
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -98,6 +99,11 @@ def methods_of(kind: type) -> dict[str, tuple[FunctionType, ...]]:
             if isinstance(function, FunctionType):
                 out[name] = (*out.get(name, ()), function)
     return out
+
+
+def _called_of(kind: type, names: Set[str]) -> Iterator[FunctionType]:
+    methods = methods_of(kind)
+    return (method for name in sorted(methods.keys() & names) for method in methods[name])
 
 
 def bases_of(kind: type) -> list[type]:
@@ -188,10 +194,11 @@ class Code:
                 all_held = _held(value, names)
             for held in all_held:
                 self._follow_in(held, names, depth - 1, seen)
-            methods = methods_of(value if is_a(value, type) else kind)
             called = {*(names if called is None else called), *(MADE if is_a(value, type) and is_own_class(value) else ()), *IMPLIED}
-            for method in (m for name in sorted(methods.keys() & called) for m in methods[name]):
-                self.follow(method if is_a(value, type) else MethodType(method, value))
+            for method in _called_of(kind, called):  # of a class those of its metaclass
+                self.follow(MethodType(method, value))
+            for method in _called_of(value, called) if is_a(value, type) else ():
+                self.follow(method)
 
     def follow_all(self, modules: list[nn.Module]) -> None:
         """Methods of modules, and of what these hold, may be called by functions that are given the module."""
@@ -210,6 +217,8 @@ def _held(value: Any, names: Set[str]) -> list[Any]:
     """What is in a list or table, what an object or a class has by one of the names; of a file only its functions and classes."""
     if is_a(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
+    if is_a(value, ref):
+        return [value()]
     if is_a(value, (list, tuple, dict)):
         return list(islice(value.values() if is_a(value, dict) else value, LONGEST))
     table = table_of(value)

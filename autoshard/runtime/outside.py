@@ -16,6 +16,7 @@ from itertools import islice
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -207,7 +208,7 @@ class _Places:
     def _of_class(self, kind: type) -> None:
         if id(kind) not in self.seen:
             self.seen.add(id(kind))
-            for name in held_by_class(kind, self.code.names - INTERNAL):
+            for name in held_by_class(kind, self.code.names - INTERNAL if issubclass(kind, nn.Module) else self.code.names):
                 self._at(partial(getattr, kind), name, f"{kind.__module__}.{kind.__qualname__}.{name}", DEPTH, self.code.names)
 
     def _value(self, value: Any, path: str, depth: int, names: Set[str], called: Any = None) -> None:
@@ -227,6 +228,8 @@ class _Places:
         if is_a(value, partial):
             yield from self._inside(value.args, names, None)
             yield from ((value.keywords.get, name, f"({name})") for name in value.keywords)
+        elif is_a(value, ref):
+            yield partial(_target, value), None, "()"
         elif is_a(value, tuple):  # it may hold what changes
             yield from ((partial(_item, value), i, f"[{i}]") for i, item in enumerate(value[:LONGEST]) if not is_a(item, PLAIN))
         elif is_a(value, (list, deque)):
@@ -258,6 +261,10 @@ class _Places:
         keys = [*keys, *(k for k in there[:LONGEST] if type(k) not in (str, int))] if keys else there[:LONGEST]
         yield from ((partial(_of_key, table), key, f"[{key!r}]") for key in keys
                     if is_a(table, dict) or is_a(table[key], PLAIN))  # others may make an object when they are asked
+
+
+def _target(weak: ref[Any], _: None, default: Any) -> Any:
+    return weak()
 
 
 def _length(value: Any, _: None, default: Any) -> int:

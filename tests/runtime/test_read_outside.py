@@ -21,8 +21,7 @@ import autoshard
 from tests.runtime import outside_settings
 
 SCALE = 1.0
-INNER = {v: SimpleNamespace(scale=v) for v in (1.0, 0.5)}
-HELD = {v: torch.tensor(v) for v in (1.0, 0.5)}
+INNER, HELD = {v: SimpleNamespace(scale=v) for v in (1.0, 0.5)}, {v: torch.tensor(v) for v in (1.0, 0.5)}
 step = 0
 """Like the variable of a training loop, and like an attribute that code names."""
 TABLE = {"scale": 1.0, "calls": 0}
@@ -225,6 +224,7 @@ def of_global(value: float) -> None:
 
 
 BODIES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    **outside_settings.BODIES,
     "global": (lambda m, x: x * SCALE, lambda m, v: of_global(v)),
     "function of a global": (lambda m, x: by_global(x), lambda m, v: of_global(v)),
     "decorated": (lambda m, x: twice_wrapped(x), lambda m, v: of_global(v)),
