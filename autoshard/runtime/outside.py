@@ -24,7 +24,7 @@ from torch import nn
 
 from autoshard.program.binding import leaf_key
 from autoshard.runtime.code_names import LONGEST, Code, code_of, held_by_class, is_a, is_own_class, is_own_file, table_of
-from autoshard.runtime.params.module_shells import ABSENT, INTERNAL, PLAIN, plain_of
+from autoshard.runtime.params.module_shells import ABSENT, OWN, PLAIN, plain_of
 
 log = logging.getLogger("autoshard")
 Get = Callable[[Any, Any], Any]
@@ -32,7 +32,7 @@ Place = tuple[Get, Any]
 VALUES = (complex, bytes, range, frozenset, Enum, np.generic, torch.dtype, torch.device)
 """Told by what they say."""
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
-WITHIN = INTERNAL - {"training"}
+WITHIN = OWN - {"training"}
 """No attributes that a loss module reads."""
 MANY = 8
 """Values of one place after which a warning says what that costs."""
@@ -179,7 +179,7 @@ class _Places:
         modules = list(root.named_modules())
         self.seen |= {id(m) for _, m in modules}
         for path, module in modules:
-            for name in sorted(self.code.names & vars(module).keys() - INTERNAL):  # modules tell of objects that are assigned themselves
+            for name in sorted(self.code.names & vars(module).keys() - OWN):  # modules tell of objects that are assigned themselves
                 self._value(vars(module)[name], f"{path or type(module).__name__}.{name}", DEPTH, self.code.names, name)
             self._of_class(type(module))
         if is_a(loss_fn, nn.Module):
@@ -208,7 +208,7 @@ class _Places:
     def _of_class(self, kind: type) -> None:
         if id(kind) not in self.seen:
             self.seen.add(id(kind))
-            for name in held_by_class(kind, self.code.names - INTERNAL if issubclass(kind, nn.Module) else self.code.names):
+            for name in held_by_class(kind, self.code.names - OWN if issubclass(kind, nn.Module) else self.code.names):
                 self._at(partial(getattr, kind), name, f"{kind.__module__}.{kind.__qualname__}.{name}", DEPTH, self.code.names)
 
     def _value(self, value: Any, path: str, depth: int, names: Set[str], called: Any = None) -> None:

@@ -14,9 +14,16 @@ from autoshard.errors import UsageError
 
 class Scaled(nn.Module):
     factor = 1.0
+    type = "linear"
+    """As a method of modules is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.half: bool = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.factor
+        x = x * self.factor if self.type == "linear" else x.square()
+        return x / 2 if self.half else x
 
 
 class Model(nn.Module):
@@ -50,6 +57,8 @@ class Model(nn.Module):
 CHANGES: dict[str, Callable[[Model], object]] = {
     "default of the class": lambda m: setattr(m, "scale", 3.0),
     "default of a submodule's class": lambda m: setattr(m.scaled, "factor", 3.0),
+    "name of a method": lambda m: setattr(m.scaled, "half", True),
+    "name of a method, in the class": lambda m: setattr(m.scaled, "type", "square"),
     "text": lambda m: setattr(m, "kind", "square"),
     "private": lambda m: setattr(m, "_hidden", 3.0),
     "property": lambda m: setattr(m, "strength", 3.0),

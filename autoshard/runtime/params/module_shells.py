@@ -46,8 +46,10 @@ def shell(module: nn.Module, path: str = "", seen: dict[int, nn.Module] | None =
 
 
 PLAIN = (bool, int, float, str, type(None))
-INTERNAL = frozenset({*vars(nn.Module()), *vars(nn.Module), "forward", *HOOKS, COMPOSABLE_STATE})
-"""Names that every module has."""
+OWN = frozenset({*vars(nn.Module()), "forward", *HOOKS, COMPOSABLE_STATE})
+"""Names that the table of every module has, or gets here."""
+INTERNAL = OWN | vars(nn.Module).keys()
+"""Names that every module has. A model may use those of methods for attributes (`self.type = "relu"`)."""
 ABSENT = inspect.Parameter.empty
 
 
@@ -63,7 +65,8 @@ def has_attribute(module: nn.Module, name: str) -> bool:
 
 def _defaults(kind: type) -> set[str]:
     """Attributes of the class that are numbers, texts or None: `module.scale = 2.0` gives one module another."""
-    return {name for base in kind.__mro__ for name, value in vars(base).items() if isinstance(value, PLAIN) and name not in INTERNAL}
+    return {name for base in kind.__mro__ if base is not nn.Module for name, value in vars(base).items()
+            if isinstance(value, PLAIN) and name not in OWN and not name.startswith("__")}
 
 
 class Seen:
@@ -72,7 +75,7 @@ class Seen:
 
     def __init__(self, root: nn.Module) -> None:
         modules = tuple(root.modules())
-        found = [(vars(m), name, i) for i, m in enumerate(modules) for name in sorted({*vars(m), *_defaults(type(m))} - INTERNAL)]
+        found = [(vars(m), name, i) for i, m in enumerate(modules) for name in sorted({*vars(m), *_defaults(type(m))} - OWN)]
         self._tables, self._names, self._places = zip(*found, strict=True) if found else ((), (), ())
         self._values = self._now()
         self._objects: list[list[Any]] = [[v] for v in self._values]

@@ -17,7 +17,7 @@ from autoshard.runtime.compile import Settings, Variant
 from autoshard.runtime.module import CompiledModule
 from autoshard.runtime.outside import is_data
 from autoshard.runtime.params.clip import pipelines
-from autoshard.runtime.params.module_shells import INTERNAL, PLAIN
+from autoshard.runtime.params.module_shells import OWN, PLAIN
 from autoshard.runtime.pipeline.empty_groups import load_empty_groups, make_empty_optimizers
 from autoshard.runtime.pipeline.stage_place import stage_place, stage_spec
 from autoshard.runtime.pipeline.variant import PipelineVariant, Settled
@@ -123,5 +123,5 @@ def _without_memory(model: nn.Module, stored: nn.Module) -> nn.Module:
         memo[id(t)] = torch.empty(t.shape, dtype=t.dtype, device="meta")
     for mine, theirs in zip(model.modules(), stored.modules(), strict=True):
         memo |= {id(value): vars(theirs)[name] for name, value in vars(mine).items()
-                 if name not in INTERNAL and name in vars(theirs) and not isinstance(value, PLAIN) and is_data(value, set())}
+                 if name not in OWN and name in vars(theirs) and not isinstance(value, PLAIN) and is_data(value, set())}
     return copy_tree(model, memo)
