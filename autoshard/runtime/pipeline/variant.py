@@ -12,13 +12,13 @@ from autoshard.base.plan import Plan
 from autoshard.base.roles import Role
 from autoshard.base.spec import Spec
 from autoshard.decide.pipeline_options import Pipeline
-from autoshard.errors import PlanError
+from autoshard.errors import PlanError, UsageError
 from autoshard.lower.lower import lower
 from autoshard.lower.schedule import schedule
 from autoshard.pipeline.pipelined import Pipelined, pipelined_as, stage_plan
 from autoshard.pipeline.turns import turns_of
 from autoshard.recompute.rewrite import with_recompute
-from autoshard.runtime.compile import Variant
+from autoshard.runtime.compile import Planner, Variant
 from autoshard.runtime.execute.backends import backend_of
 from autoshard.runtime.params.host_state import keep_on_host
 from autoshard.runtime.pipeline.check_stages import check_stages
@@ -57,6 +57,15 @@ class PipelineVariant(Variant):
     @property
     def pipeline(self) -> Pipeline | None:
         return self.first.options
+
+    def _plan(self, planner: Planner) -> Plan:
+        try:
+            return super()._plan(planner)
+        except UsageError as e:
+            if self.first.options is None:
+                raise
+            raise UsageError(f"{e}. Stages of this call begin where those of the first one do, which it may have left out (a layer that is dropped): "
+                             "let stages begin at modules that run in every call, with Pipeline(cuts=...)") from e
 
     def check(self, plan: Plan) -> None:
         """Raises PlanError."""

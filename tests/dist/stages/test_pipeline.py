@@ -326,9 +326,10 @@ class Gained(nn.Module):
     def __init__(self, config: SimpleNamespace) -> None:
         super().__init__()
         self.layer, self.config, self.gains, self.mask = nn.Linear(6, 6), config, [1.0], torch.linspace(0, 1, 6).double()
+        self.dropped: bool = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.layer(x)) * self.mask * self.config.gain * self.gains[0]
+        return x if self.dropped else torch.tanh(self.layer(x)) * self.mask * self.config.gain * self.gains[0]
 
 
 def _changed_config() -> list[float]:
@@ -343,6 +344,9 @@ def _changed_config() -> list[float]:
         for m in (model, fast):
             change(m)
         errors.append(abs(fast(*batch).item() - F.mse_loss(model(batch[0]), batch[1]).item()))
+    fast[1].dropped = True
+    with pytest.raises(UsageError, match="Stages of this call begin where those of the first one do"):
+        fast(*batch)
     return errors
 
 
