@@ -50,6 +50,13 @@ METHODS = {
     "resize_token_embeddings": "the sizes of parameters are part of the plan; call it on the original model before autoshard.compile",
 }
 """Methods of these libraries -> what to do instead. Of the others most change the model, or run a part of it: see BEFORE."""
+OF_PEFT = {
+    "save_pretrained": "keep the original model, gather the weights with torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options="
+                       "StateDictOptions(full_state_dict=True, cpu_offload=True)), and on rank 0 load them into it "
+                       "(original.load_state_dict(weights)) and call original.save_pretrained(...)",
+    "generate": METHODS["generate"],
+}
+"""The same for a model of peft, whose other methods work."""
 READS_ONLY = frozenset("""can_generate get_decoder get_encoder get_input_embeddings get_memory_footprint get_output_embeddings
     get_parameter_or_buffer get_position_embeddings named_non_persistent_buffers num_parameters
     warn_if_padding_and_no_attention_mask""".split())
@@ -134,8 +141,9 @@ def attribute(compiled: CompiledModule, visible: nn.Module, name: str) -> Any:
     except AttributeError:
         raise AttributeError(f"{type(compiled).__name__!r} object has no attribute {name!r}, and neither has {kind.__name__}") from None
     method = getattr(found, "__func__", found)
-    if inspect.isfunction(method) and method.__module__.split(".")[0] in LIBRARIES and name not in READS_ONLY:
-        raise NotCarriedOver(f"a compiled model has no {name}(): {METHODS.get(name, BEFORE)}")
+    library = method.__module__.split(".")[0] if inspect.isfunction(method) else None
+    if library in LIBRARIES and name not in READS_ONLY or library == "peft" and name in OF_PEFT:
+        raise NotCarriedOver(f"a compiled model has no {name}(): {(OF_PEFT if library == 'peft' else METHODS).get(name, BEFORE)}")
     return getattr(visible, name)
 
 

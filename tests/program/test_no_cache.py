@@ -65,6 +65,30 @@ def test_a_cache_asked_for_in_the_call_is_refused():
         trace(model, (), {**inputs, "use_cache": True})
 
 
+class Prefixed(nn.Module):
+    """Learned keys and values before those of the text, as peft's prefix tuning has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)[0].requires_grad_(False)
+        self.prefix = nn.Parameter(torch.randn(2, 2, 3, 8))
+
+    def forward(self, input_ids: torch.Tensor, **kwargs: torch.Tensor) -> transformers.utils.ModelOutput:
+        cache = transformers.DynamicCache()
+        cache.update(*self.prefix.unsqueeze(1).expand(-1, len(input_ids), -1, -1, -1), 0)
+        return self.model(input_ids=input_ids, past_key_values=cache, **kwargs)
+
+
+def test_a_cache_that_the_model_makes_is_left_out_of_its_output():
+    model, (_, inputs) = Prefixed(), build("gpt2")
+    fast = autoshard.compile(copy.deepcopy(model), "one=1", cluster="cpu-gloo", cache=False)
+    got, expected = fast(**inputs), model(**inputs)
+    assert got.past_key_values is None and expected.past_key_values is not None
+    torch.testing.assert_close(got.logits, expected.logits)
+    got.loss.backward(), expected.loss.backward()
+    torch.testing.assert_close(fast.prefix.grad, model.prefix.grad)
+
+
 class Looks(nn.Module):
     """A model of transformers that looks at data, so that it runs whole."""
 

@@ -47,6 +47,16 @@ def test_every_public_method_of_transformers_works_or_is_refused_by_name():
     assert model.num_parameters() == original.num_parameters()
 
 
+def test_a_model_of_peft_says_how_its_adapters_are_saved():
+    def save_pretrained(self, folder):
+        raise AssertionError("it would read the pieces of a rank")
+
+    save_pretrained.__module__ = "peft.peft_model"
+    model = compiled(type("PeftModel", (nn.Linear,), {"save_pretrained": save_pretrained})(4, 4))
+    with pytest.raises(AutoshardError, match=r"save_pretrained\(\).*get_model_state_dict.*load_state_dict\(weights\)"):
+        model.save_pretrained("folder")
+
+
 def test_attributes_are_those_of_the_model():
     model, original = compiled(small()), small()
     assert model.config.n_embd == 16 and model.main_input_name == "input_ids"

@@ -2,12 +2,13 @@
 
 Most of their configs say `use_cache=True`, which is for `generate()`: the forward pass then returns the keys and values of all
 layers in an object of theirs. A captured graph does not generate, so a config's flag counts as False, in training and in inference, and
-the output has no `past_key_values`. A flag that the call itself passes is left as it is.
+the output has no `past_key_values`. A flag that the call itself passes is left as it is. A cache that the model makes itself (the prefix of
+peft's prefix tuning) is part of the graph, and only left out of what is returned.
 """
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +28,15 @@ def without_decoding_cache(model: nn.Module) -> Iterator[None]:
     finally:
         for config, value in before:
             config.use_cache = value
+
+
+def without_cache(out: Any, kwargs: Mapping[str, Any]) -> Any:
+    """An output of transformers, without the cache in it that the call has not asked for."""
+    library = sys.modules.get("transformers.cache_utils")
+    if library is None or kwargs.get("use_cache") or not isinstance(out, sys.modules["transformers.utils.generic"].ModelOutput):
+        return out
+    kept = {name: value for name, value in out.items() if not isinstance(value, library.Cache)}
+    return out if len(kept) == len(out) else type(out)(**kept)
 
 
 def refuse_cache(value: Any, name: str) -> None:

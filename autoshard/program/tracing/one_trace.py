@@ -52,7 +52,7 @@ from autoshard.program.tracing.functions.recurrent_dropout import RecurrentDropo
 from autoshard.program.tracing.functions.rms_norms import RMSNorms
 from autoshard.program.tracing.known_values import Constants, small_buffers
 from autoshard.program.tracing.lru_caches import kept_clean
-from autoshard.program.tracing.no_cache import refuse_cache, without_decoding_cache
+from autoshard.program.tracing.no_cache import refuse_cache, without_cache, without_decoding_cache
 from autoshard.program.tracing.pythons_own import state_of, tell_of_changes
 from autoshard.program.tracing.survey import Answers, Survey, user_errors
 from autoshard.program.tracing.tape import Tape, meta_of
@@ -221,9 +221,8 @@ class OneTrace:
 
     def _forward(self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with user_errors("forward", self._hint), without_decoding_cache(twin):
-            if self.loss_fn is None:
-                return returned(twin(*args, **kwargs))
-            return returned(self.loss_fn(twin(*args[:-1], **kwargs), args[-1]))
+            out = twin(*args, **kwargs) if self.loss_fn is None else self.loss_fn(twin(*args[:-1], **kwargs), args[-1])
+            return returned(without_cache(out, kwargs))
 
     def _hint(self) -> str:
         """What an error may come from."""
