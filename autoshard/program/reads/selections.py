@@ -1,6 +1,6 @@
 """`x[mask]` with a mask that is data, where its rows are computed one by one, summed or put back: `F.cross_entropy(h[mask], y[mask])`,
 `loss[mask].mean()`, `x[mask] = f(y[mask])`. How many rows there are is data. So all rows are computed, and those that the mask leaves out are not
-counted, and not written."""
+counted, and not written. Where they are (`torch.where(mask)`, `mask.nonzero()`) are rows too, and indexing by all of that is indexing by the mask."""
 from __future__ import annotations
 
 import sys
@@ -14,81 +14,39 @@ from torch.overrides import TorchFunctionMode
 
 from autoshard import _torch
 from autoshard.base.graph import Op, Ref
+from autoshard.program.reads.places import ADDS, FINDS, READS, WRITES, added, as_index, column_of, gathered, list_of, put
+from autoshard.program.reads.rows import Selection, everywhere_of, named, selections_in
 from autoshard.program.tracing.known_values import Constants
 from autoshard.program.tracing.survey import ReadsData, user_line
 from autoshard.program.tracing.tape import checkpoint_around, is_random
 from autoshard.program.tracing.ways_out import on_data
 
-
-def _named(names: str, *owners: Any) -> frozenset[Any]:
-    return frozenset(getattr(owner, name) for name in names.split() for owner in owners or (Tensor, torch, F) if hasattr(owner, name))
-
-
-EACH = _named(
-    "add sub mul div true_divide neg pow square abs exp exp2 expm1 log log1p log2 log10 sqrt rsqrt reciprocal sigmoid tanh sin cos relu relu6 gelu "
-    "silu elu selu leaky_relu softplus logsigmoid sign floor ceil round clamp clip clamp_min clamp_max minimum maximum where eq ne lt le gt ge "
-    "logical_and logical_or logical_not float double half bfloat16 long int bool to type_as detach clone contiguous nan_to_num isnan isfinite "
+EACH = named(
+    "add sub mul div true_divide neg pow square abs exp exp2 expm1 log log1p log2 log10 sqrt rsqrt reciprocal sigmoid tanh sin cos tan "
+    "acos arccos asin arcsin atan arctan sinh cosh erf remainder fmod floor_divide relu relu6 gelu silu elu selu leaky_relu softplus logsigmoid sign "
+    "floor ceil round clamp clip clamp_min clamp_max minimum maximum where eq ne lt le gt ge ones_like zeros_like logical_and logical_or logical_not "
+    "float double half bfloat16 long int bool to type_as detach clone contiguous nan_to_num isnan isfinite __mod__ __floordiv__ "
     "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __rdiv__ __neg__ __pow__ __rpow__ __abs__ __eq__ __ne__ __lt__ "
     "__le__ __gt__ __ge__ __invert__ __and__ __or__ __xor__")
 """What computes every element by itself."""
 UPDATES = {Tensor.add_: Tensor.add, Tensor.sub_: Tensor.sub, Tensor.mul_: Tensor.mul, Tensor.div_: Tensor.div}
 """What `x[mask] += 1` and its like do with the rows before they are written back."""
-PRODUCTS = _named("matmul __matmul__", Tensor, torch)
+PRODUCTS = named("matmul __matmul__", Tensor, torch)
 NORMS = (F.layer_norm, F.rms_norm)
 """These, a linear layer and an embedding compute every row by itself."""
 DIM = {func: place for names, place in (("softmax log_softmax sum mean argmax amax amin logsumexp squeeze unsqueeze", 1), ("normalize", 2))
-       for func in _named(names)}
+       for func in named(names)}
 """What computes along one dim -> where that is among its arguments."""
-MEANS, GROWS = _named("mean"), _named("unsqueeze")
-TOTALS = MEANS | _named("sum")
+MEANS, GROWS = named("mean"), named("unsqueeze")
+TOTALS = MEANS | named("sum")
 BY_CLASS = (F.cross_entropy, F.nll_loss)
 BY_WEIGHT = (F.mse_loss, F.l1_loss)
 """Their mean is one of weights."""
 LOSSES = (*BY_CLASS, *BY_WEIGHT, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div)
-FACTS = frozenset(getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "layout")) | _named(
+FACTS = frozenset(getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "layout")) | named(
     "is_floating_point is_complex", Tensor, torch)
 SELECTS = (Tensor.masked_select, torch.masked_select)
-MADE = (Tensor.__getitem__, *SELECTS)
-
-
-class Selection(Tensor):
-    """The rows of `everywhere` that `left_out`, a mask of its first dims, is False for.
-
-    everywhere   has ones in the other rows (zeros of integers), so that no op makes numbers there that are not finite
-    key          which mask it is
-    line         of the user's code, that selects
-    is_new       whether nothing has read it, but for updates in place"""
-
-    everywhere: Tensor
-    left_out: Tensor
-    key: Ref
-    line: str
-    is_new: bool
-
-    @staticmethod
-    def of(everywhere: Tensor, left_out: Tensor, key: Ref, line: str, is_new: bool = False) -> Selection:
-        with _torch.no_modes():
-            made = torch.empty(0, dtype=everywhere.dtype).as_subclass(Selection)
-        made.left_out, made.key, made.line, made.is_new = left_out, key, line, is_new
-        made.everywhere = made.filled(everywhere, int(everywhere.is_floating_point() or everywhere.is_complex()))
-        return made
-
-    def of_same(self, everywhere: Tensor) -> Selection:
-        return Selection.of(everywhere, self.left_out, self.key, self.line)
-
-    def filled(self, everywhere: Tensor, value: int) -> Tensor:
-        return everywhere.masked_fill(self.places(everywhere), value)
-
-    def places(self, everywhere: Tensor) -> Tensor:
-        return self.left_out.reshape(*self.left_out.shape, *(1,) * (everywhere.ndim - self.left_out.ndim))
-
-    def dims_of(self) -> int:
-        """Dims of a row."""
-        return self.everywhere.ndim - self.left_out.ndim
-
-    def rows(self) -> Tensor:
-        """The rows themselves, which a trace refuses."""
-        return self.everywhere[(~self.left_out).nonzero(as_tuple=True)]
+MADE = (READS, *SELECTS)
 
 
 class Selections(TorchFunctionMode):
@@ -99,8 +57,10 @@ class Selections(TorchFunctionMode):
         self.constants, self.tape = constants, constants.tape
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        kwargs = dict(kwargs or {})
-        found = _selections(args, kwargs)
+        func, args, kwargs = *as_index(func, args), dict(kwargs or {})
+        found = selections_in(args, kwargs)
+        if not found and func in FINDS and len(args) == 1 and kwargs.keys() <= {"as_tuple"}:
+            return self._found(func, *args, **kwargs)
         if not found:
             return self._selected(*args) if func in MADE and self._is_taken(func, *args) else func(*args, **kwargs)
         if func in FACTS:
@@ -132,11 +92,25 @@ class Selections(TorchFunctionMode):
         at = _of_each_row((slice(None), *rest), made) if rest else ()
         return x[index] if at is None else made.of_same(made.everywhere[at]) if at else made
 
+    def _found(self, func: Any, x: Tensor, **as_tuple: bool) -> Any:
+        """Where a mask holds, as `torch.where(mask)` and `mask.nonzero()` tell."""
+        mask = x if x.dtype is torch.bool else x != 0
+        key = self.tape.find(_torch.from_fun(left_out := ~mask)) if self._is_taken(None, mask, mask) else None
+        if key is None:
+            return func(x, **as_tuple)
+        rows = Selection.of(left_out, left_out, key, user_line())
+        columns = tuple(map(rows.where, range(mask.ndim)))
+        if func is torch.where or as_tuple.get("as_tuple"):
+            return columns
+        made = rows.of_same(torch.stack([c.everywhere for c in columns], -1))
+        made.found = tuple(range(mask.ndim))
+        return made
+
     def _may_compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Sequence[Selection]) -> bool:
         """Whether the selections are of one mask. A result of an autograd.Function has a gradient that what is computed here would not pass on."""
         if kwargs.get("out") is not None or kwargs.get("inplace") or func in EACH and any(a is True for a in args):
             return False
-        given = [t for t in (*_everywhere(args), *_everywhere(kwargs.values())) if isinstance(t, Tensor)]
+        given = [t for t in (*everywhere_of(args), *everywhere_of(kwargs.values())) if isinstance(t, Tensor)]
         hides = any(s.requires_grad for s in found) or not torch.is_grad_enabled() and any(t.requires_grad for t in given)
         return not hides and all(self._is_same(found[0].key, s.key) for s in found[1:])
 
@@ -147,14 +121,21 @@ class Selections(TorchFunctionMode):
 
     def _computed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], found: Sequence[Selection]) -> Any:
         first = found[0]
-        if func is Tensor.__setitem__:
+        if func is WRITES:
             return self._written(*args)
+        if func is READS and not isinstance(args[0], Selection):
+            return self._gathered(*args)
+        if func in ADDS and len(args) == 4 and not kwargs and not isinstance(args[0], Selection):
+            total = added(*args)
+            return args[0].copy_(total) if func is Tensor.index_add_ and total is not NotImplemented else total
         if func in LOSSES:
             return _loss(func, args, kwargs)
         alone = bool(args) and args[0] is first and len(found) == 1
+        if alone and (column := column_of(func, first, args[1:], kwargs)) is not None:
+            return column
         if alone and _is_by_row(func, first.dims_of(), args, kwargs):
             return first.of_same(func(first.everywhere, *args[1:], **kwargs))
-        if func is Tensor.__getitem__ and alone and (index := _of_each_row(args[1], first)) is not None:
+        if func is READS and alone and (index := _of_each_row(args[1], first)) is not None:
             return first.of_same(first.everywhere[index])
         if func in UPDATES:
             return _updated(UPDATES[func], args, kwargs)
@@ -164,9 +145,17 @@ class Selections(TorchFunctionMode):
             return first.of_same(result) if of_rows else NotImplemented
         return _along(func, first, args, kwargs) if func in DIM and alone else NotImplemented
 
+    def _gathered(self, x: Tensor, index: Any) -> Any:
+        lists, rest = list_of(index)
+        at = _of_each_row((slice(None), *rest), made := gathered(x, lists)) if lists else None
+        return NotImplemented if at is None else made.of_same(made.everywhere[at]) if rest else made
+
     def _written(self, x: Tensor, index: Any, value: Any) -> Any:
         """`x[mask] = value`."""
         mask, rest = _parts(index)
+        if isinstance(mask, Selection):
+            lists, rest = list_of(index)
+            return put(x, lists, value) if lists and not rest else NotImplemented
         if not isinstance(value, Selection) or isinstance(x, Selection) or rest or not self._is_taken(None, x, mask):
             return NotImplemented
         key = self.tape.find(_torch.from_fun(~mask))
@@ -190,10 +179,6 @@ def returned(value: Any) -> Any:
         raise ReadsData(on_data("forward", found.line, torch.ops.aten.nonzero.default)) from None
 
 
-def _everywhere(values: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(v.everywhere if isinstance(v, Selection) else v for v in values)
-
-
 def _are_equal(a: Any, b: Any, ops: Mapping[str, Op]) -> bool:
     todo, compared = [(a, b)], set()
     while todo:
@@ -211,11 +196,6 @@ def _are_equal(a: Any, b: Any, ops: Mapping[str, Op]) -> bool:
                 return False
             todo += ((one.args, other.args), (one.kwargs, other.kwargs))
     return True
-
-
-def _selections(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Selection]:
-    parts = [p for v in (*args, *kwargs.values()) for p in (v if isinstance(v, (tuple, list)) else (v,))]
-    return [p for p in parts if isinstance(p, Selection)]
 
 
 def _parts(index: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -275,7 +255,7 @@ def _each(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
 def _updated(func: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`x[mask] += other`, of rows that nothing else has."""
-    x, dims = args[0], {s.dims_of() for s in _selections(args, kwargs)}
+    x, dims = args[0], {s.dims_of() for s in selections_in(args, kwargs)}
     if not isinstance(x, Selection) or not x.is_new or len(dims) > 1 or not _broadcasts(args, kwargs, x.dims_of()):
         return NotImplemented
     result = _each(func, args, kwargs)
@@ -302,7 +282,7 @@ def _loss(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return NotImplemented
     given, target, reduction = *args, kwargs.get("reduction", "mean")
     if func in BY_CLASS:
-        if _selections((), kwargs) or given.dims_of() != 1 or target.dims_of() != 0 or target.everywhere.is_floating_point():
+        if selections_in((), kwargs) or given.dims_of() != 1 or target.dims_of() != 0 or target.everywhere.is_floating_point():
             return NotImplemented
         options = {name: value for name, value in kwargs.items() if name != "reduction"}
         classes = target.filled(target.everywhere, kwargs.get("ignore_index", -100)).flatten()
@@ -311,8 +291,8 @@ def _loss(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if given.everywhere.shape != target.everywhere.shape or not _broadcasts((), kwargs, given.dims_of()):
         return NotImplemented
     weight = kwargs.get("weight")
-    options = {**dict(zip(kwargs, _everywhere(kwargs.values()), strict=True)), "reduction": "none"}
-    each = given.of_same(func(*_everywhere(args), **options))
+    options = {**dict(zip(kwargs, everywhere_of(kwargs.values()), strict=True)), "reduction": "none"}
+    each = given.of_same(func(*everywhere_of(args), **options))
     if func in BY_WEIGHT and weight is not None and reduction == "mean":
         return _total(each, False, None) / _total(weight, False, None)
     if reduction == "batchmean":

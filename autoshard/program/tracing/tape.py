@@ -26,7 +26,7 @@ CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 RECORDING_FILES = frozenset(f"{HERE}{room}{name}.py" for room, names in (
     ("", "_torch"), ("seeds/", "marks"),
     ("program/opaque/", "opaque opaque_probe"),
-    ("program/reads/", "data_reads known_masks masked_writes selections"),
+    ("program/reads/", "data_reads known_masks masked_writes places rows selections"),
     ("program/tracing/", "tape survey known_values user_collectives ways_out"),
     ("program/tracing/functions/", "assigned_data embedding_bags equal_heads expert_layers losses of_constants recurrent_dropout rms_norms"),
 ) for name in names.split())
