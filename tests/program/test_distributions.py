@@ -52,7 +52,13 @@ def correlated(x, mean, scale):
     return dist.MultivariateNormal(mean, scale_tril=root).log_prob(x[:, :4])
 
 
-@pytest.mark.parametrize("body", [vae, policy, squashed, mixture, correlated])
+def by_matrices(x, mean, scale):
+    square = mean.mT @ mean + torch.diag(scale.exp().mean(0))
+    given = dist.MultivariateNormal(mean[0], covariance_matrix=square), dist.MultivariateNormal(mean[1], precision_matrix=square)
+    return dist.kl_divergence(*given) + given[0].log_prob(x[:, :4])
+
+
+@pytest.mark.parametrize("body", [vae, policy, squashed, mixture, correlated, by_matrices])
 def test_same_numbers(body):
     torch.manual_seed(0)
     report = autoshard.verify(Heads(body), "d=4", (torch.randn(8, 8),), plans=("split", "random:0"))
@@ -61,13 +67,15 @@ def test_same_numbers(body):
 
 SCALE, SAMPLE, BOUNDS = (r"scale of Normal is not GreaterThan\(lower_bound=0.0\)", r"a value of Exponential is not GreaterThanEq",
                          "low of Uniform is not _LessThan")
+MATRIX = "covariance_matrix of MultivariateNormal is not PositiveDefinite"
 
 
 @pytest.mark.parametrize("body, bad, says", [
     (lambda x, mean, scale: dist.Normal(mean, x[:, :4]).log_prob(mean), -1.0, SCALE),
     (lambda x, mean, scale: dist.Exponential(mean.exp()).log_prob(x[:, :4]), -1.0, SAMPLE),
+    (lambda x, mean, scale: mean * dist.MultivariateNormal(mean[0], 9 * torch.eye(4) + (x[:4, :4] - 0.25).tril(-1)).log_prob(mean)[:, None], 2.0, MATRIX),
     (lambda x, mean, scale: mean * dist.Uniform(x[:, :4] - 1, x.new_zeros(4)).log_prob(x[:, :4] - 0.5), 2.0, BOUNDS),
-], ids=["parameter", "sample", "bounds"])
+], ids=["parameter", "sample", "symmetric", "bounds"])
 def test_what_a_distribution_does_not_take_raises_with_the_users_line(body, bad, says):
     compiled = autoshard.compile(Heads(body), "d=1", cluster="cpu-gloo", cache=False)
     compiled(torch.full((8, 8), 0.25))

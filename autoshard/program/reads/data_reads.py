@@ -15,7 +15,7 @@ import ast
 import ctypes
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from types import FrameType
 from typing import Any
@@ -40,6 +40,12 @@ NUMBERS = (0, 1, -1, 2, 10 ** 9, -10 ** 9)
 DISTRIBUTIONS = os.path.dirname(torch.distributions.__file__) + os.sep
 """Code of torch that checks what it is given as users' code does."""
 
+OF_SYMMETRIC = {
+    type(torch.distributions.constraints.positive_definite): lambda matrix: torch.linalg.cholesky_ex(matrix).info.eq(0),
+    type(torch.distributions.constraints.positive_semidefinite): lambda matrix: torch.linalg.eigvalsh(matrix).ge(0).all(-1),
+}
+"""Constraints of distributions that look whether a matrix is symmetric, and at nothing else where it is not -> what else they look at."""
+
 LAYERS = torch.nn.modules.transformer.__file__
 """Layers of torch that look whether a mask, which they take as it is, is the causal one: a hint to a kernel, which changes no number."""
 
@@ -58,7 +64,7 @@ class DataReads(TorchFunctionMode):
         super().__init__()
         self.tape, self.constants = tape, constants
         self.checks: list[tuple[Tensor, str]] = []
-        self._kept: dict[str, Any] = {}
+        self._kept: list[tuple[Any, str, Any]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func is torch._assert_async:
@@ -115,17 +121,19 @@ class DataReads(TorchFunctionMode):
             self.tape.refuse(f"the backward pass checks data\n  at {text}\n  check it in the forward pass")
 
     def __enter__(self) -> DataReads:
-        """`torch._check_tensor_all` and its like, which are Python and look at data, note what they are called with."""
-        self._kept = {name: check for name, check in vars(torch).items() if name.startswith("_check_tensor_all")}
-        for name in self._kept:
-            setattr(torch, name, self._note_all)
+        """`torch._check_tensor_all` and its like, Python that looks at data, note what they are called with; constraints look at all they may."""
+        instead = {(torch, name): self._note_all for name in vars(torch) if name.startswith("_check_tensor_all")}
+        instead |= {(kind, "check"): _of_symmetric(kind, test) for kind, test in OF_SYMMETRIC.items()}
+        self._kept = [(owner, name, getattr(owner, name)) for owner, name in instead]
+        for (owner, name), check in instead.items():
+            setattr(owner, name, check)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for name, check in self._kept.items():
-            setattr(torch, name, check)
+        for owner, name, check in self._kept:
+            setattr(owner, name, check)
 
     def _note_all(self, *args: Any, **kwargs: Any) -> None:
         """Libraries wrap these functions, so the line around the call is told too."""
@@ -175,6 +183,10 @@ class DataReads(TorchFunctionMode):
     def _checked_value(self, value: Tensor) -> Tensor:
         with torch.no_grad():
             return CHECKED(value.detach(), [truth for truth, _ in self.checks], [text for _, text in self.checks])
+
+
+def _of_symmetric(kind: type, test: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    return lambda constraint, matrix: super(kind, constraint).check(matrix) & test(matrix)
 
 
 def _says(frame: FrameType, found: Condition) -> str:
