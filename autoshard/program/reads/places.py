@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoshard.program.reads.rows import Selection, everywhere_of, named
+from autoshard.program.reads.rows import Selection, named
 
 FINDS = named("nonzero where", Tensor, torch)
 FLATTENS = named("flatten view reshape squeeze", Tensor, torch)
@@ -56,8 +56,14 @@ def gathered(x: Tensor, lists: Sequence[Selection]) -> Selection:
         ordered = x.permute(*sorted(range(len(dims)), key=dims.__getitem__), *range(len(dims), x.ndim))
         everywhere = ordered.reshape(*(n if d in dims else 1 for d, n in enumerate(mask)), *rest).expand(*mask, *rest)
     else:
-        everywhere = x[everywhere_of(lists)]
+        everywhere = x[_at(x, lists)]
     return Selection.of(everywhere, lists[0].left_out, lists[0].key, lists[0].line, is_new=True)
+
+
+def _at(x: Tensor, lists: Sequence[Selection]) -> tuple[Tensor, ...]:
+    """An index for all rows: of columns of the mask all places, where `x` has these."""
+    fits = (p.found and p.left_out.shape[p.found[0]] <= n for p, n in zip(lists, x.shape, strict=False))
+    return tuple(p.places_in(*p.found) if fit else p.everywhere for p, fit in zip(lists, fits, strict=True))
 
 
 def put(x: Tensor, lists: Sequence[Selection], value: Any) -> Any:
@@ -67,7 +73,7 @@ def put(x: Tensor, lists: Sequence[Selection], value: Any) -> Any:
     first = lists[0]
     if not first.found or first.left_out.shape != x.shape[:1] or not isinstance(value, (Selection, int, float)):
         return NotImplemented
-    places = (torch.arange(len(x)), *everywhere_of(lists[1:]))
+    places = _at(x, lists)
     before, after = x[places], value.everywhere.to(x.dtype) if isinstance(value, Selection) else value
     if isinstance(after, Tensor) and before.shape != after.shape:
         return NotImplemented

@@ -45,10 +45,14 @@ class Selection(Tensor):
 
     def where(self, dim: int) -> Selection:
         """Where the rows are in one dim of the mask."""
-        shape = self.left_out.shape
-        made = self.of_same(torch.arange(shape[dim]).view(-1, *(1,) * (len(shape) - 1 - dim)).expand(shape))
+        made = self.of_same(self.places_in(dim))
         made.found = (dim,)
         return made
+
+    def places_in(self, dim: int) -> Tensor:
+        """Of all places of the mask."""
+        shape = self.left_out.shape
+        return torch.arange(shape[dim]).view(-1, *(1,) * (len(shape) - 1 - dim)).expand(shape)
 
     def filled(self, everywhere: Tensor, value: int) -> Tensor:
         return everywhere.masked_fill(self.places(everywhere), value)
