@@ -55,7 +55,27 @@ def experts(m, x, y):
     return out, sums.square(), torch.zeros(5, 5).index_add(0, y.flatten()[flat], m.table(y).flatten(0, 1)[flat])
 
 
-@pytest.mark.parametrize("body", [two_lists, one_list, other_tables, written, experts])
+def one_place_twice(m, x, y):
+    h, (rows, columns) = m.b(m.a(x)), torch.where(y > 1)
+    out, once, logs = h.clone(), torch.zeros(4, 5) * m.w, torch.ones(5, 5) * m.w
+    out[rows] *= 2
+    once[rows] = h[rows, columns]
+    logs[columns] = h[rows, columns].log()
+    counts = torch.zeros(4, dtype=torch.int32).index_add(0, rows, torch.ones_like(rows).int())
+    return out, once.sin(), logs.nan_to_num(), counts // 2, h.index_select(1, torch.tensor(2))
+
+
+def parts_of_rows(m, x, y):
+    at, out = torch.argwhere(y > 1), m.b(m.a(x)).clone()
+    rows, columns = at[:, 0], at[:, 1]
+    out[rows, columns, 0] = out[rows, columns, 1] * 2
+    out[rows, columns, :2] = m.w[:2]
+    out[rows, 0] = m.w
+    out[rows, -1, 1:] = 0.5
+    return out, m.table(y[rows, columns]).mean()
+
+
+@pytest.mark.parametrize("body", [two_lists, one_list, other_tables, written, experts, one_place_twice, parts_of_rows])
 def test_as_by_the_mask(body):
     inputs = torch.randn(4, 5, 6), torch.randint(0, 5, (4, 5))
     report = autoshard.verify(Selects(body), "d=2", inputs, plans=("split", "random:1"))

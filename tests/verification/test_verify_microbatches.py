@@ -42,6 +42,12 @@ def test_uneven_counts(mesh: str, count: int) -> None:
     assert {c.kind for p in report.plans for c in p.checks} == {"output", "gradient", "weight"}
 
 
+def test_nothing_counts_in_any_micro_batch() -> None:
+    nothing = torch.randn(4, 6), torch.full((4,), -100)
+    report = autoshard.verify(Net(), "dp=2", nothing, loss_fn=F.cross_entropy, plans=("random:1",), pipeline=Pipeline(2))
+    assert report.ok, str(report)
+
+
 def test_random_numbers_are_those_of_the_ranks() -> None:
     report = checked(Net(0.5))
     assert report.ok, [p.first_wrong for p in report.plans]

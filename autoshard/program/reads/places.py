@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autoshard.program.reads.rows import Selection, named
 
-FINDS = named("nonzero where", Tensor, torch)
+FINDS = named("nonzero argwhere where", Tensor, torch)
 FLATTENS = named("flatten view reshape squeeze", Tensor, torch)
 READS, WRITES = Tensor.__getitem__, Tensor.__setitem__
 ADDS = named("index_add index_add_", Tensor, torch)
@@ -18,7 +18,7 @@ ADDS = named("index_add index_add_", Tensor, torch)
 
 def as_index(func: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
     """`x.index_select(0, rows)` as `x[rows]`."""
-    selects = func in (Tensor.index_select, torch.index_select) and len(args) == 3 and args[1] == 0
+    selects = func in (Tensor.index_select, torch.index_select) and len(args) == 3 and args[1] == 0 and isinstance(args[2], Selection)
     return (READS, (args[0], args[2])) if selects else (func, args)
 
 
@@ -68,31 +68,45 @@ def _at(x: Tensor, lists: Sequence[Selection]) -> tuple[Tensor, ...]:
 
 def put(x: Tensor, lists: Sequence[Selection], value: Any) -> Any:
     """`x[rows] = value`, and `x[rows, ids[rows]] = value`, where no place comes twice."""
+    first, row = lists[0], x.shape[len(lists):]
+    if isinstance(value, (int, float)):
+        value = torch.full((), value, dtype=x.dtype)
+    if not isinstance(value, Selection):
+        if value.ndim > len(row):
+            return NotImplemented
+        value = first.of_same(value.expand(*first.left_out.shape, *row))
+    if value.everywhere.shape[first.left_out.ndim:] != row:
+        return NotImplemented
     if dims := _dims(x, lists):
-        return _put_last(x, dims, lists, value)
-    first = lists[0]
-    if not first.found or first.left_out.shape != x.shape[:1] or not isinstance(value, (Selection, int, float)):
+        return _put_last(x, dims, value)
+    if not first.found or first.left_out.shape != x.shape[:1]:
         return NotImplemented
     places = _at(x, lists)
-    before, after = x[places], value.everywhere.to(x.dtype) if isinstance(value, Selection) else value
-    if isinstance(after, Tensor) and before.shape != after.shape:
-        return NotImplemented
-    x.index_put_(places, torch.where(first.places(before), before, after))
+    before = x[places]
+    x.index_put_(places, torch.where(first.places(before), before, value.everywhere.to(x.dtype)))
     return None
 
 
-def _put_last(x: Tensor, dims: Sequence[int], lists: Sequence[Selection], value: Any) -> Any:
+def _put_last(x: Tensor, dims: Sequence[int], value: Selection) -> None:
     """Of the rows with one place the last one is written, where torch does not say which."""
-    if isinstance(value, (int, float)):
-        value = lists[0].of_same(torch.full_like(gathered(x, lists).everywhere, value))
-    if not isinstance(value, Selection) or value.everywhere.shape[value.left_out.ndim:] != x.shape[len(dims):]:
-        return NotImplemented
     rows, chosen = _side_by_side(value, dims, value.everywhere), _side_by_side(value, dims, ~value.left_out)
     last = (chosen * torch.arange(1, chosen.shape[-1] + 1)).argmax(-1, keepdim=True)
     wide = (1,) * (x.ndim - len(dims))
-    row = rows.gather(len(dims), last.view(*last.shape, *wide).expand(*last.shape, *x.shape[len(dims):])).squeeze(len(dims))
+    row = _Last.apply(rows, last.view(*last.shape, *wide).expand(*last.shape, *x.shape[len(dims):]), len(dims)).squeeze(len(dims))
     x.copy_(torch.where(chosen.any(-1).view(*last.shape[:-1], *wide), row.to(x.dtype), x))
-    return None
+
+
+class _Last(torch.autograd.Function):
+    """The row that stays. All rows that are written to its place get its gradient, as in torch."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, last: Tensor, dim: int) -> Tensor:
+        ctx.shape = rows.shape
+        return rows.gather(dim, last)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return grad.expand(ctx.shape), None, None
 
 
 def added(x: Tensor, dim: Any, rows: Any, value: Any) -> Any:
@@ -102,7 +116,7 @@ def added(x: Tensor, dim: Any, rows: Any, value: Any) -> Any:
         return NotImplemented
     given = value.filled(value.everywhere, 0)
     if dims := _dims(x, lists):
-        return x + _side_by_side(value, dims, given).sum(1)
+        return x + _side_by_side(value, dims, given).sum(1, dtype=x.dtype)
     return x.index_add(0, lists[0].everywhere.flatten(), given.flatten(0, value.left_out.ndim - 1))
 
 

@@ -155,7 +155,9 @@ class Selections(TorchFunctionMode):
         mask, rest = _parts(index)
         if isinstance(mask, Selection):
             lists, rest = list_of(index)
-            return put(x, lists, value) if lists and not rest else NotImplemented
+            if not lists or not _are_basic(rest):
+                return NotImplemented
+            return put(x[(*(slice(None),) * len(lists), *rest)] if rest else x, lists, value)
         if not isinstance(value, Selection) or isinstance(x, Selection) or rest or not self._is_taken(None, x, mask):
             return NotImplemented
         key = self.tape.find(_torch.from_fun(~mask))
@@ -208,10 +210,14 @@ def _parts(index: Any) -> tuple[Any, tuple[Any, ...]]:
 def _of_each_row(index: Any, x: Selection) -> tuple[Any, ...] | None:
     """Of `x[:, 0]` or `x[..., :2]`, which take the same of every row, the index for all rows."""
     first, *rest = index if isinstance(index, tuple) and index else (None,)
-    of_row = all(part is None or type(part) in (int, slice) for part in rest) and sum(part is not None for part in rest) <= x.dims_of()
+    of_row = _are_basic(rest) and sum(part is not None for part in rest) <= x.dims_of()
     if not of_row or not (first is Ellipsis or isinstance(first, slice) and first == slice(None)):
         return None
     return (first, *rest) if first is Ellipsis else (*(slice(None),) * x.left_out.ndim, *rest)
+
+
+def _are_basic(index: Iterable[Any]) -> bool:
+    return all(part is None or type(part) in (int, slice) for part in index)
 
 
 def _is_by_row(func: Any, dims: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -69,7 +69,8 @@ class Program:
             for name, window in self.windows.items():
                 if name == START and m or name == END and m < graph.microbatches - 1 or name == BACKWARD and not _counts(results):
                     continue
-                outcome |= (given_out := self._run(window, given, watch))
+                sums = {Port("saved", port.name): value for port, value in given.items() if name == END and port.kind == "accumulator"}
+                outcome |= (given_out := self._run(window, {**sums, **given}, watch))
                 given |= {port: value for port, value in given_out.items() if port.kind == "saved"}
                 given |= {port: given[Port("saved", port.name)] for port in given if port.kind == "accumulator" and name == BACKWARD}
                 if name == FORWARD and results is not None:
