@@ -27,7 +27,7 @@ from autoshard.runtime.inputs import as_global, spec_given, wrap_output
 from autoshard.runtime.kept_gradients import KeptGradients
 from autoshard.runtime.microbatches import check_pieces
 from autoshard.runtime.outside import Outside
-from autoshard.runtime.params.module_shells import Seen, has_attribute, shell
+from autoshard.runtime.params.module_shells import Seen, has_attribute, has_own, shell
 from autoshard.runtime.params.stored import Stored
 from autoshard.runtime.params.update import watch_steps
 from autoshard.runtime.ranks.agree import alone, share
@@ -372,7 +372,7 @@ class CompiledModule(Guidance, nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """What the model itself has an attribute or a property for is the model's."""
         root = self.__dict__.get("_visible", {}).get("root")
-        if root is None or name in self.__dict__ or hasattr(type(self), name) or not has_attribute(root, name):
+        if root is None or not (has_own(root, name) or name not in self.__dict__ and not hasattr(type(self), name) and has_attribute(root, name)):
             super().__setattr__(name, value)
         else:
             setattr(root, name, value)

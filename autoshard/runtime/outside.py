@@ -229,7 +229,11 @@ class _Places:
             yield from self._inside(value.args, names, None)
             yield from ((value.keywords.get, name, f"({name})") for name in value.keywords)
         elif is_a(value, ref):
-            yield partial(_target, value), None, "()"
+            yield partial(_is_gone, value), None, " (whether it is gone)"  # a place of the object itself would keep it
+            if id(value()) not in self.seen:
+                self.seen.add(id(value()))
+                self._of_class(type(value()))
+                yield from ((get, key, f"(){name}") for get, key, name in self._inside(value(), names, called))
         elif is_a(value, tuple):  # it may hold what changes
             yield from ((partial(_item, value), i, f"[{i}]") for i, item in enumerate(value[:LONGEST]) if not is_a(item, PLAIN))
         elif is_a(value, (list, deque)):
@@ -241,8 +245,10 @@ class _Places:
         elif is_a(value, Mapping):
             yield from self._keys(value, names, called)
         elif is_a(value, nn.Module):
-            yield from ((vars(m).get, name, f".{path}.{name}".replace("..", ".")) for path, m in value.named_modules()
-                        for name in sorted(names & vars(m).keys() - WITHIN if is_own_class(type(m)) else dict(plain_of(m))))
+            for path, m in value.named_modules():
+                found = sorted(names & vars(m).keys() - WITHIN if is_own_class(type(m)) else dict(plain_of(m)))
+                yield from ((vars(m).get, name, f".{path}.{name}".replace("..", ".")) for name in found)
+                yield from self._defaults(vars(m), type(m), names - WITHIN, f".{path}" if path else "")
         elif is_a(value, ModuleType):
             table = vars(value) if is_own_file(value) else {}
             yield from ((table.get, name, f".{name}") for name in sorted(names & table.keys()))
@@ -250,7 +256,14 @@ class _Places:
             table = table_of(value)
             slots = {name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())}
             yield from ((table.get, name, f".{name}") for name in sorted(names & table.keys()))
+            yield from self._defaults(table, type(value), names, "")
             yield from ((partial(getattr, value), name, f".{name}") for name in sorted(names & slots))
+
+    @staticmethod
+    def _defaults(table: Mapping[str, Any], kind: type, names: Set[str], path: str) -> Iterator[tuple[Get, Any, str]]:
+        """What an object has of its class until one of its own is assigned."""
+        found = held_by_class(kind, names - table.keys())
+        return ((partial(_own_or_of_class, table, kind), name, f"{path}.{name}") for name in found)
 
     def _keys(self, table: Mapping[Any, Any], names: Set[str], called: Any) -> Iterator[tuple[Get, Any, str]]:
         """Those that code names; where there is none, where it goes through the table, and where keys are no texts and numbers, all of them."""
@@ -263,8 +276,12 @@ class _Places:
                     if is_a(table, dict) or is_a(table[key], PLAIN))  # others may make an object when they are asked
 
 
-def _target(weak: ref[Any], _: None, default: Any) -> Any:
-    return weak()
+def _is_gone(weak: ref[Any], _: None, default: Any) -> bool:
+    return weak() is None
+
+
+def _own_or_of_class(table: Mapping[str, Any], kind: type, name: str, default: Any) -> Any:
+    return table[name] if name in table else getattr(kind, name, default)
 
 
 def _length(value: Any, _: None, default: Any) -> int:

@@ -29,9 +29,33 @@ class Trainer:
         self.temperature = 1.0
 
 
-TRAINER = Trainer()
-WEAK = ref(TRAINER)
+class Defaults:
+    scale = 1.0
+
+
+def of_object(kept: object, name: str, value: float) -> None:
+    """Its own attribute, or that of its class."""
+    if value == 1.0:
+        vars(kept).pop(name, None)
+    else:
+        setattr(kept, name, value)
+
+
+def keep(value: float) -> None:
+    """The object of `OF_KEPT` is gone, or there is one."""
+    if value != 1.0:
+        KEPT.clear()
+        assert OF_KEPT[0]() is None, "the compiled model does not keep it"
+    elif not KEPT:
+        KEPT.append(Trainer())
+        OF_KEPT[0] = ref(KEPT[0])
+
+
+TRAINER, DEFAULTS, KEPT = Trainer(), Defaults(), [Trainer()]
+WEAK, OF_KEPT = ref(TRAINER), [ref(KEPT[0])]
 BODIES = {
     "property of a class": (lambda m, x: x * OfKind.scale, lambda m, v: setattr(OfKind, "half", v / 2)),
     "weak reference": (lambda m, x: x * WEAK().temperature, lambda m, v: setattr(TRAINER, "temperature", v)),
+    "weak reference to what goes": (lambda m, x: x * (0.5 if OF_KEPT[0]() is None else OF_KEPT[0]().temperature), lambda m, v: keep(v)),
+    "attribute in place of its class's": (lambda m, x: x * DEFAULTS.scale, lambda m, v: of_object(DEFAULTS, "scale", v)),
 }

@@ -29,9 +29,11 @@ class Scaled(nn.Module):
 class Model(nn.Module):
     scale = 1.0
     kind: str | None = None
+    float = 1.0
 
     def __init__(self) -> None:
         super().__init__()
+        self.double, self.options = 1.0, 1.0
         self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU())
         self.head, self.scaled = nn.Linear(8, 3), Scaled()
         self._hidden, self.shift, self.order = 1.0, torch.zeros(()), (0, 1, 2)
@@ -51,6 +53,7 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.scaled(self.head(self.act(self.body(x)))) * self.scale * self.strength + self.shift + len(self.merged)
+        h = h * self.double * self.float * self.options
         return (h if self.kind is None else h.square())[:, list(self.order)]
 
 
@@ -59,6 +62,9 @@ CHANGES: dict[str, Callable[[Model], object]] = {
     "default of a submodule's class": lambda m: setattr(m.scaled, "factor", 3.0),
     "name of a method": lambda m: setattr(m.scaled, "half", True),
     "name of a method, in the class": lambda m: setattr(m.scaled, "type", "square"),
+    "name of a method of the model": lambda m: setattr(m, "double", 3.0),
+    "name of a method of the model, in the class": lambda m: setattr(m, "float", 3.0),
+    "name of an attribute of compiled models": lambda m: setattr(m, "options", 3.0),
     "text": lambda m: setattr(m, "kind", "square"),
     "private": lambda m: setattr(m, "_hidden", 3.0),
     "property": lambda m: setattr(m, "strength", 3.0),

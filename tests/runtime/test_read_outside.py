@@ -278,7 +278,7 @@ BODIES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-BY_OBJECT = ("set", "one item more", "another object", "tensor")
+BY_OBJECT = ("set", "one item more", "another object", "tensor", "weak reference to what goes")
 """What a copy of the model holds is another object; a set has one item more."""
 
 

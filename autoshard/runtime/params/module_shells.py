@@ -63,6 +63,11 @@ def has_attribute(module: nn.Module, name: str) -> bool:
     return name not in INTERNAL and (name in vars(module) or inspect.getattr_static(type(module), name, ABSENT) is not ABSENT)
 
 
+def has_own(module: nn.Module, name: str) -> bool:
+    """Whether a model has given itself an attribute of this public name, be it that of a method (`self.type = "relu"`)."""
+    return not name.startswith("_") and name not in OWN and (name in vars(module) or name in _defaults(type(module)))
+
+
 def _defaults(kind: type) -> set[str]:
     """Attributes of the class that are numbers, texts or None: `module.scale = 2.0` gives one module another."""
     return {name for base in kind.__mro__ if base is not nn.Module for name, value in vars(base).items()
