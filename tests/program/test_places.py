@@ -75,7 +75,15 @@ def parts_of_rows(m, x, y):
     return out, m.table(y[rows, columns]).mean()
 
 
-@pytest.mark.parametrize("body", [two_lists, one_list, other_tables, written, experts, one_place_twice, parts_of_rows])
+def along_rows(m, x, y):
+    h, at = m.b(m.a(x)), torch.where(y > 1)
+    rows, wide = h[at], torch.cat([h[at], m.table(y)[at]], dim=-1)
+    scores = rows @ m.w + rows.norm(dim=-1) * rows.std(1)
+    return wide.cumsum(1).sin().mean() + scores.cos().sum() + torch.stack([rows, rows.exp()], 1)[:, 0].mean() + torch.stack([scores, scores], -1).prod(-1).sum() \
+        + rows.log_softmax(-1).gather(1, y[at].unsqueeze(1)).squeeze(1).mean() + torch.linalg.vector_norm(rows, dim=1).sum()
+
+
+@pytest.mark.parametrize("body", [two_lists, one_list, other_tables, written, experts, one_place_twice, parts_of_rows, along_rows])
 def test_as_by_the_mask(body):
     inputs = torch.randn(4, 5, 6), torch.randint(0, 5, (4, 5))
     report = autoshard.verify(Selects(body), "d=2", inputs, plans=("split", "random:1"))

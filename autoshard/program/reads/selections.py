@@ -34,10 +34,12 @@ UPDATES = {Tensor.add_: Tensor.add, Tensor.sub_: Tensor.sub, Tensor.mul_: Tensor
 PRODUCTS = named("matmul __matmul__", Tensor, torch)
 NORMS = (F.layer_norm, F.rms_norm)
 """These, a linear layer and an embedding compute every row by itself."""
-DIM = {func: place for names, place in (("softmax log_softmax sum mean argmax amax amin logsumexp squeeze unsqueeze", 1), ("normalize", 2))
-       for func in named(names)}
+DIM = {func: place for names, place in (("softmax log_softmax sum mean argmax amax amin logsumexp squeeze unsqueeze cumsum prod var std", 1),
+                                        ("normalize norm vector_norm", 2)) for func in named(names, Tensor, torch, F, torch.linalg)}
 """What computes along one dim -> where that is among its arguments."""
-MEANS, GROWS = named("mean"), named("unsqueeze")
+MEANS, GROWS = named("mean"), named("unsqueeze stack")
+JOINS, GATHERS = named("cat concat stack", torch), named("gather", Tensor, torch)
+"""These take several selections along a dim of rows."""
 TOTALS = MEANS | named("sum")
 BY_CLASS = (F.cross_entropy, F.nll_loss)
 BY_WEIGHT = (F.mse_loss, F.l1_loss)
@@ -110,7 +112,7 @@ class Selections(TorchFunctionMode):
         """Whether the selections are of one mask. A result of an autograd.Function has a gradient that what is computed here would not pass on."""
         if kwargs.get("out") is not None or kwargs.get("inplace") or func in EACH and any(a is True for a in args):
             return False
-        given = [t for t in (*everywhere_of(args), *everywhere_of(kwargs.values())) if isinstance(t, Tensor)]
+        given = [t for t in (*everywhere_of((*args, *found)), *everywhere_of(kwargs.values())) if isinstance(t, Tensor)]
         hides = any(s.requires_grad for s in found) or not torch.is_grad_enabled() and any(t.requires_grad for t in given)
         return not hides and all(self._is_same(found[0].key, s.key) for s in found[1:])
 
@@ -130,6 +132,8 @@ class Selections(TorchFunctionMode):
             return args[0].copy_(total) if func is Tensor.index_add_ and total is not NotImplemented else total
         if func in LOSSES:
             return _loss(func, args, kwargs)
+        if func in JOINS or func in GATHERS:
+            return _of_several(func, first, args, kwargs)
         alone = bool(args) and args[0] is first and len(found) == 1
         if alone and (column := column_of(func, first, args[1:], kwargs)) is not None:
             return column
@@ -227,7 +231,7 @@ def _is_by_row(func: Any, dims: int, args: Sequence[Any], kwargs: Mapping[str, A
         return len(args[1]) <= dims and kwargs.get("eps") != 0
     if func is F.embedding:
         return kwargs.get("max_norm") is None and not kwargs.get("scale_grad_by_freq") and not kwargs.get("sparse")
-    return dims > 0 and (func is F.linear or func in PRODUCTS and args[1].ndim == 2)
+    return dims > 0 and (func is F.linear or func in PRODUCTS and args[1].ndim in (1, 2))
 
 
 def _along(func: Any, x: Selection, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -235,14 +239,30 @@ def _along(func: Any, x: Selection, args: Sequence[Any], kwargs: Mapping[str, An
     place = DIM[func]
     default = 1 if func is F.normalize else None
     dim = kwargs.get("dim", args[place] if len(args) > place else default)
-    if isinstance(dim, int) and (dim > 0 or 0 < -dim <= x.dims_of() + (func in GROWS)):
-        at = dim if dim < 0 else dim + x.left_out.ndim - 1
+    if (at := _dim_of_all(func, x, dim)) is not None:
         if len(args) > place:
             return x.of_same(func(x.everywhere, *args[1:place], at, *args[place + 1:], **kwargs))
         return x.of_same(func(x.everywhere, *args[1:], **{**kwargs, "dim": at}))
     if func in TOTALS and dim in (None, 0) and len(args) <= place + 1 and kwargs.keys() <= {"dim"}:
         return _total(x, func in MEANS, None if dim is None else range(x.left_out.ndim))
     return NotImplemented
+
+
+def _dim_of_all(func: Any, x: Selection, dim: Any) -> int | None:
+    """Of a dim of rows, the one of all rows; None for the dim along which the rows lie."""
+    of_row = type(dim) is int and (dim > 0 or 0 < -dim <= x.dims_of() + (func in GROWS))
+    return None if not of_row else dim if dim < 0 else dim + x.left_out.ndim - 1
+
+
+def _of_several(func: Any, x: Selection, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Rows side by side, and of each row what another one names."""
+    given = {**dict(zip(("tensors", "dim") if func in JOINS else ("input", "dim", "index"), args, strict=False)), **kwargs}
+    at = _dim_of_all(func, x, given.pop("dim", 0))
+    parts = given.pop("tensors") if given.keys() == {"tensors"} else [given.pop(name, None) for name in ("input", "index")]
+    if at is None or given or not all(isinstance(p, Selection) and p.dims_of() == x.dims_of() for p in parts):
+        return NotImplemented
+    everywhere = everywhere_of(parts)
+    return x.of_same(func(everywhere, at) if func in JOINS else func(everywhere[0], at, everywhere[1]))
 
 
 def _broadcasts(args: Sequence[Any], kwargs: Mapping[str, Any], dims: int) -> bool:
