@@ -1,0 +1,30 @@
+"""A plan that recomputes nothing, with all recomputed that may be: where the one hardly does not fit, the other is a start in less memory."""
+from __future__ import annotations
+
+import numpy as np
+
+from autoshard.base.plan import RECOMPUTE_SUFFIX
+from autoshard.decide.walks.greedy import complete
+from autoshard.decide.walks.reads import Wiring
+from autoshard.formulate.copies import CopyNode
+from autoshard.formulate.problem_of import Formulation
+from autoshard.search.problem import evaluate
+from autoshard.space.decision_units import DecisionUnit
+
+
+def recomputing(plain: Formulation, choice: np.ndarray, undecided: Formulation) -> list[np.ndarray]:
+    """Choices of `undecided`, the program of `plain` whose recomputation is not decided, in which ops have the strategies of `choice`, a choice
+    of `plain`, all sources that may run do, and parameters are kept for backward, or gathered again. Those that are within the rows."""
+    strategies, wiring = plain.strategy_of(choice), Wiring(undecided)
+    sources = undecided.table.graph.by_name
+
+    def row(unit: DecisionUnit) -> int:
+        """The first with the strategies of the op: there the sources run (`open_units`)."""
+        return int(np.argmax(np.all([p == strategies[m] for m, p in zip(unit.members, unit.picked, strict=True) if m in strategies], axis=0)))
+
+    def kept(keep: bool, copy: CopyNode) -> bool:
+        return copy.value.op + RECOMPUTE_SUFFIX not in sources and (keep or copy.value not in wiring.param_derived)
+
+    picked = np.array([row(unit) for unit in undecided.units.units], dtype=np.int64)
+    made = [complete(wiring, picked, lambda copy, keep=keep: kept(keep, copy)) for keep in (True, False)]
+    return [each for each in made if np.isfinite(evaluate(undecided.problem, each))]
