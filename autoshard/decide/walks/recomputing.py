@@ -1,4 +1,4 @@
-"""A plan that recomputes nothing, with all recomputed that may be: where the one hardly does not fit, the other is a start in less memory."""
+"""A plan that recomputes nothing, changed to recompute all that may be: a start of the search where memory is tight."""
 from __future__ import annotations
 
 import numpy as np

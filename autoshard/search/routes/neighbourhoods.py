@@ -68,11 +68,14 @@ def improve(board: Board, nodes: int = NODES, known: Neighbourhoods | None = Non
     mix_layers(board, known.alike.tied)
     due, gains = np.ones(board.problem.n, bool), 1
     while board.choice is not None and due.any() and not board.clock.expired():
-        due = _settle(board, board.choice, nodes, known.of(board.choice, board.cost), due, gains)
-        before = board.choice
+        first = board.choice
+        due = _settle(board, first, nodes, known.of(first, board.cost), due, gains)
+        settled = board.choice
         mix_layers(board, known.alike.tied)
-        gains = 2 * gains if board.choice is before else 1
-        due |= board.choice != before
+        if board.choice is first:  # also where a gain was only one before rounding, and would be found again
+            return
+        gains = 2 * gains if board.choice is settled else 1
+        due |= board.choice != settled
 
 
 def _settle(board: Board, choice: np.ndarray, nodes: int, layers: _Layers, due: np.ndarray, gains: int) -> np.ndarray:
