@@ -92,7 +92,7 @@ class DataReads(TorchFunctionMode):
             self.note((input >= 0) & (input < minlength), f"{user_line()}: an id is not in [0, {minlength})")
             dtype = torch.int64 if weights is None else weights.dtype if weights.dtype is torch.float32 else torch.float64
             each = torch.ones_like(input, dtype=dtype) if weights is None else weights.to(dtype)
-            return torch.zeros(minlength, dtype=dtype).scatter_add(0, input.long().clamp(0, minlength - 1), each)
+            return torch.zeros(minlength, dtype=dtype, device=input.device).scatter_add(0, input.long().clamp(0, minlength - 1), each)
 
     def _answer(self, frame: FrameType, value: Tensor, is_item: bool) -> Any:
         file = frame.f_code.co_filename

@@ -90,7 +90,7 @@ def put(x: Tensor, lists: Sequence[Selection], value: Any) -> Any:
 def _put_last(x: Tensor, dims: Sequence[int], value: Selection) -> None:
     """Of the rows with one place the last one is written, where torch does not say which."""
     rows, chosen = _side_by_side(value, dims, value.everywhere), _side_by_side(value, dims, ~value.left_out)
-    last = (chosen * torch.arange(1, chosen.shape[-1] + 1)).argmax(-1, keepdim=True)
+    last = (chosen * torch.arange(1, chosen.shape[-1] + 1, device=chosen.device)).argmax(-1, keepdim=True)
     wide = (1,) * (x.ndim - len(dims))
     row = _Last.apply(rows, last.view(*last.shape, *wide).expand(*last.shape, *x.shape[len(dims):]), len(dims)).squeeze(len(dims))
     x.copy_(torch.where(chosen.any(-1).view(*last.shape[:-1], *wide), row.to(x.dtype), x))

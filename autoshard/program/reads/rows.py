@@ -52,7 +52,7 @@ class Selection(Tensor):
     def places_in(self, dim: int) -> Tensor:
         """Of all places of the mask."""
         shape = self.left_out.shape
-        return torch.arange(shape[dim]).view(-1, *(1,) * (len(shape) - 1 - dim)).expand(shape)
+        return torch.arange(shape[dim], device=self.left_out.device).view(-1, *(1,) * (len(shape) - 1 - dim)).expand(shape)
 
     def filled(self, everywhere: Tensor, value: int) -> Tensor:
         return everywhere.masked_fill(self.places(everywhere), value)
