@@ -136,7 +136,7 @@ def _floored(program: Program, floors: Floors, first: Solution, how: How) -> tup
         bound = max(found.bound, answer.bound)
         if answer.status is Status.INFEASIBLE:
             return program, answer
-        if answer.choice is None or answer.status is Status.TIME_LIMIT and answer.gap > max(FAR, 2 * found.gap):
+        if answer.choice is None or answer.status is Status.TIME_LIMIT and answer.gap > max(ROUGHLY if problem.is_large else FAR, 2 * found.gap):
             # cut short: what was found before is nearer, and near enough for rounds
             return program, replace(found, bound=min(bound, found.cost))
         found = settled(replace(answer, bound=bound, near=_met(answer.near, found.near)), answer.choice, answer.cost)
