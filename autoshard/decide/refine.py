@@ -28,7 +28,7 @@ from autoshard.decide.walks.reads import Wiring
 from autoshard.formulate.problem_of import Formulation
 from autoshard.search import neighbourhoods_of
 from autoshard.search.board import MARGIN, Event
-from autoshard.search.problem import Problem, Solution, Status, evaluate
+from autoshard.search.problem import Problem, Solution, Status, distinct, evaluate
 from autoshard.space.cost_table import CostTable
 from autoshard.space.decision_units import are_coarse, singletons
 
@@ -89,7 +89,7 @@ def starts(program: Program, found: Solution, finer: Formulation) -> list[np.nda
     else:
         most = 1 if _size(program.formulation.table) <= TWICE else 0
     same = [lifted(program.formulation, each, finer) for each in (found.choice, *_cheapest(program, most))]
-    return [each for i, each in enumerate(same) if each is not None and not any(np.array_equal(each, other) for other in same[:i])]
+    return distinct(each for each in same if each is not None)
 
 
 def _cheapest(program: Program, most: int) -> list[np.ndarray]:

@@ -18,6 +18,7 @@ from autoshard.decide.walks.recomputing import recomputing
 from autoshard.lower.schedule import reduces_late
 from autoshard.recompute.rewrite import candidates
 from autoshard.recompute.undecided import open_table, program_with
+from autoshard.search.problem import distinct
 from autoshard.space.cost_table import CostTable
 
 LEANEST = 0.5  # share of the time left for the plan that needs least memory
@@ -47,7 +48,7 @@ class Variants:
         made = self._of("open", open_table)
         known = self.plain.learned.choices[-1:] if made is not self.plain else []
         more = (each for choice in known for each in recomputing(self.plain.formulation, choice, made.formulation))
-        made.learned.choices = list({each.tobytes(): each for each in (*made.learned.choices, *more)}.values())
+        made.learned.choices = distinct((*made.learned.choices, *more))
         return made
 
     @cached_property

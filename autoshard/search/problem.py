@@ -259,6 +259,11 @@ def priced_cost(problem: Problem, choice: np.ndarray, prices: np.ndarray) -> flo
     return _without_rows(problem, choice) + float(np.dot(prices, row_loads(problem, choice) - problem.row_limit))
 
 
+def distinct(choices: Iterable[np.ndarray]) -> list[np.ndarray]:
+    """Each choice once, where it comes first."""
+    return list({choice.tobytes(): choice for choice in choices}.values())
+
+
 @dataclass(frozen=True, eq=False)
 class Seen:
     """A choice as rows see it: its `cost` without rows, and its `loads`. Problems with the same rows know this of each other, whatever their

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.search.problem import Edge, Items, Problem
+from autoshard.search.problem import Edge, Items, Problem, distinct
 from autoshard.search.reductions.core import Core, build
 
 
@@ -37,8 +37,7 @@ class Tied:
         nodes than others repeats its last one."""
         order, size = np.argsort(self.place, kind="stable"), np.bincount(self.place)
         begin = np.cumsum(size) - size
-        each = [choice[order[begin + np.minimum(layer, size - 1)]][self.place] for layer in range(int(size.max(initial=0)))]
-        return list({made.tobytes(): made for made in each}.values())
+        return distinct(choice[order[begin + np.minimum(layer, size - 1)]][self.place] for layer in range(int(size.max(initial=0))))
 
 
 def tie(problem: Problem) -> Tied:

@@ -1,6 +1,7 @@
 """A plan with all recomputed that may be: the same layouts, within the rows, in less memory and at no less cost."""
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from steering import formulation_of, traced
 
@@ -23,6 +24,7 @@ def test_what_is_recomputed_takes_less_memory_and_no_less_time(model, mesh):
     best = program.learned.choices[-1]
     undecided = Variants(program, How(Clock(20.0))).open
     made = recomputing(plain, best, undecided.formulation)
+    assert all(np.isfinite(evaluate(undecided.formulation.problem, choice)) for choice in made)
     assert made and all(any((choice == known).all() for known in undecided.learned.choices) for choice in made)
     before, after = plain.strategy_of(best), undecided.formulation.strategy_of(made[0])
     assert all(after[name] == at for name, at in before.items())

@@ -22,7 +22,7 @@ from autoshard.play.footprint import Footprints
 from autoshard.play.timeline import Timeline
 from autoshard.search import neighbourhoods_of
 from autoshard.search.board import Event
-from autoshard.search.problem import Problem, Solution, Status, evaluate, row_loads
+from autoshard.search.problem import Problem, Solution, Status, distinct, evaluate, row_loads
 
 FLOORED = 6  # searches with floor rows
 ROUND, FAR = 0.4, 0.1  # of the time for them, for the first, which may use up what it is given; a gap of a search that was cut short
@@ -101,7 +101,7 @@ def _again(problem: Problem, program: Program, first: Solution, last: np.ndarray
 
 def _met(now: Sequence[np.ndarray], before: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
     """Choices that searches have met, the last ones first, each once."""
-    return tuple({choice.tobytes(): choice for choice in (*now, *before)}.values())[:MET]
+    return tuple(distinct((*now, *before))[:MET])
 
 
 def _bounded(program: Program, seen: Solution, found: Solution, how: How) -> Solution:

@@ -1,6 +1,8 @@
 """A plan that recomputes nothing, changed to recompute all that may be: a start of the search where memory is tight."""
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from autoshard.base.plan import RECOMPUTE_SUFFIX
@@ -8,13 +10,12 @@ from autoshard.decide.walks.greedy import complete
 from autoshard.decide.walks.reads import Wiring
 from autoshard.formulate.copies import CopyNode
 from autoshard.formulate.problem_of import Formulation
-from autoshard.search.problem import evaluate
 from autoshard.space.decision_units import DecisionUnit
 
 
 def recomputing(plain: Formulation, choice: np.ndarray, undecided: Formulation) -> list[np.ndarray]:
     """Choices of `undecided`, the program of `plain` whose recomputation is not decided, in which ops have the strategies of `choice`, a choice
-    of `plain`, all sources that may run do, and parameters are kept for backward, or gathered again. Those that are within the rows."""
+    of `plain`, all sources that may run do, and parameters are kept for backward, or gathered again. Whether they fit is the search's to see."""
     strategies, wiring = plain.strategy_of(choice), Wiring(undecided)
     sources = undecided.table.graph.by_name
 
@@ -26,5 +27,4 @@ def recomputing(plain: Formulation, choice: np.ndarray, undecided: Formulation) 
         return copy.value.op + RECOMPUTE_SUFFIX not in sources and (keep or copy.value not in wiring.param_derived)
 
     picked = np.array([row(unit) for unit in undecided.units.units], dtype=np.int64)
-    made = [complete(wiring, picked, lambda copy, keep=keep: kept(keep, copy)) for keep in (True, False)]
-    return [each for each in made if np.isfinite(evaluate(undecided.problem, each))]
+    return [complete(wiring, picked, partial(kept, keep)) for keep in (True, False)]

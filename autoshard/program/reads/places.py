@@ -70,7 +70,7 @@ def put(x: Tensor, lists: Sequence[Selection], value: Any) -> Any:
     """`x[rows] = value`, and `x[rows, ids[rows]] = value`, where no place comes twice."""
     first, row = lists[0], x.shape[len(lists):]
     if isinstance(value, (int, float)):
-        value = torch.full((), value, dtype=x.dtype)
+        value = torch.full((), value, dtype=x.dtype, device=x.device)
     if not isinstance(value, Selection):
         if value.ndim > len(row):
             return NotImplemented

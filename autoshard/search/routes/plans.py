@@ -17,7 +17,7 @@ from autoshard.search.clock import Clock
 from autoshard.search.dual.copies import Alike
 from autoshard.search.dual.dual import Dual
 from autoshard.search.mip import guarded
-from autoshard.search.problem import evaluate
+from autoshard.search.problem import distinct, evaluate
 from autoshard.search.reductions import Infeasible, reduce_core, settle_rows
 from autoshard.search.reductions.core import Core, stored_entries, table_entries
 from autoshard.search.routes.bucket_elimination import Elimination
@@ -157,12 +157,12 @@ def _mix_alike(board: Board, quotient: Quotient | None, pool: list[np.ndarray], 
     if quotient is None or quotient.large or board.cost - board.bound <= DISTANT * abs(board.bound):
         return
     tied, ends = quotient.tied, []
-    alike = {choice.tobytes(): choice for choice in pool if np.array_equal(choice, tied.lift(choice[tied.first]))}
-    costs = {key: evaluate(board.problem, choice) for key, choice in alike.items()}
+    alike = distinct(choice for choice in pool if np.array_equal(choice, tied.lift(choice[tied.first])))
+    fits = sorted((cost, i) for i, choice in enumerate(alike) if math.isfinite(cost := evaluate(board.problem, choice)))
     known = Neighbourhoods(tied.problem)
-    for key in sorted((key for key in costs if math.isfinite(costs[key])), key=costs.__getitem__)[:ALIKE]:
+    for _, i in fits[:ALIKE]:
         own = Board(tied.problem, board.clock.part(ALIKE_SHARE))
-        own.offer(alike[key][tied.first])
+        own.offer(alike[i][tied.first])
         improve(own, known=known)
         if own.choice is not None:
             quotient.board.offer(own.choice)
