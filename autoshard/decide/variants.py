@@ -14,7 +14,7 @@ from autoshard.decide.how import How
 from autoshard.decide.make_plan import Timelines
 from autoshard.decide.memory.leanest import Lean, leanest
 from autoshard.decide.program import Program, formulate_within, starting_plans
-from autoshard.decide.walks.recomputing import recomputing
+from autoshard.decide.walks.recomputing import Recomputing
 from autoshard.lower.schedule import reduces_late
 from autoshard.recompute.rewrite import candidates
 from autoshard.recompute.undecided import open_table, program_with
@@ -24,6 +24,7 @@ from autoshard.space.cost_table import CostTable
 LEANEST = 0.5  # share of the time left for the plan that needs least memory
 WAITING = 1 / 16  # of the memory that gradients on their way may take where it is little
 LEAST = 16 << 10  # bytes
+FEW = 4  # choices that the search with ample memory met last, which tell what rows are worth to the next
 STEP = 4  # by which these bytes are less than `IN_FLIGHT`, once or several times: budgets near each other share a program
 
 
@@ -44,11 +45,16 @@ class Variants:
     @cached_property
     def open(self) -> Program:
         """The program in which recomputation is not decided yet. Every plan of the other programs is a plan of this one, or costs more than one.
-        The best plan with ample memory, with all recomputed, is a start: it costs less than greedy ones and often fits."""
-        made = self._of("open", open_table)
-        known = self.plain.learned.choices[-1:] if made is not self.plain else []
-        more = (each for choice in known for each in recomputing(self.plain.formulation, choice, made.formulation))
-        made.learned.choices = distinct((*made.learned.choices, *more))
+        The best plan with ample memory, with all recomputed, is a start: it costs less than greedy ones and often fits. What the rows are worth is
+        guessed from choices that the search with ample memory has met, with nothing and with all recomputed."""
+        made, known = self._of("open", open_table), self.plain.learned
+        if made is self.plain or not known.choices:
+            return made
+        best, learned = Recomputing(self.plain.formulation, made.formulation), made.learned
+        learned.choices = distinct((*learned.choices, *(best.everything(known.choices[-1], gathered) for gathered in (False, True))))
+        if not learned.near:
+            last = distinct((*known.near[-FEW:], known.choices[-1]))
+            learned.near = tuple(change(choice) for choice in last for change in (best.nothing, best.everything))
         return made
 
     @cached_property

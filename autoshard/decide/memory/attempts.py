@@ -153,7 +153,8 @@ def _sure_share(variants: Variants) -> float:
 
 def _open_share(variants: Variants) -> float:
     """Where no starting plan fits, none would be refined."""
-    return (SHORT if variants.little else 1.0) * min(_sure_share(variants), _unrefined_share(variants))
+    fits = variants.open.cheapest_fitting(variants.open.learned.choices)
+    return (SHORT if variants.little else 1.0) * min(1.0 if fits else _sure_share(variants), _unrefined_share(variants))
 
 
 def _light_share(variants: Variants) -> float:
