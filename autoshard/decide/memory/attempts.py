@@ -152,9 +152,9 @@ def _sure_share(variants: Variants) -> float:
 
 
 def _open_share(variants: Variants) -> float:
-    """Where no starting plan fits, none would be refined."""
+    """All of it where the ample plan fits once it is recomputed. Where no starting plan fits, none would be refined."""
     fits = variants.open.cheapest_fitting(variants.open.learned.choices)
-    return (SHORT if variants.little else 1.0) * min(1.0 if fits else _sure_share(variants), _unrefined_share(variants))
+    return (SHORT if variants.little else 1.0) * (1.0 if fits else min(_sure_share(variants), _unrefined_share(variants)))
 
 
 def _light_share(variants: Variants) -> float:

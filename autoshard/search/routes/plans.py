@@ -94,7 +94,8 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
     """`layers`: the problem with its layers tied (`tied_core`), which goes first: its choices are starts, its planes a start.
     Then the problem itself. Where the tied one is solved at its best prices, layers only have to share a row: then the problem
     itself is likely to be proven without the best tied choice, and at one price. So is a small one at once where no hard row has a
-    price: its MIP takes as long as the tied one's. A few layers are not tied where a hard row may bind: their problem is hardly larger, has a choice
+    price: its MIP takes as long as the tied one's. Where a choice that is not near the bound does, what was met is mixed before the best tied choice
+    is looked for. A few layers are not tied where a hard row may bind: their problem is hardly larger, has a choice
     within the row sooner, and bounds what is asked. A core of which one price is asked, or a few of one that is small, need not be reduced before:
     without rows it reduces further."""
     guarded.start()
@@ -106,6 +107,7 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
         board.enough = max(board.enough, CLOSE)
         reduce_core(core, board.clock.expired)
     quotient, planes, pool = _search_tied(board, core, layers, seed)
+    later = board.enough >= DISTANT  # a mixture of what was met may do
     if large:
         give_back_memory()
     tied_best = quotient.best if quotient is not None else None
@@ -115,7 +117,7 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
         board.offer(choice, "layers tied", tied=True)
     else:
         likely, reduced = False, False
-        if not (large and board.seen):  # a plan is known then, and hardly dearer
+        if not later and not (large and board.seen):  # a plan is known then, and hardly dearer
             _close_tied(board, quotient, seed)
     if not large and not reduced:
         reduce_core(core, board.clock.expired)
@@ -125,6 +127,8 @@ def search_few_rows(board: Board, core: Core, seed: int, layers: tuple[Tied, Cor
     near = False
     if not board.done:  # a choice near the bound tells most strategies to be too dear
         _mix(board, core, best, [*pool, *found], seed)
+        if later and not likely and not board.done:
+            _close_tied(board, quotient, seed)
     if not board.done and best is not None and best.loose and (large or board.enough):  # a little more of the bound may do
         best = tighten(board, core, best, seed, FINE if large else 0.0)
         board.raise_bound(best.bound, "row prices")
