@@ -9,6 +9,7 @@ import autoshard
 from autoshard.base.precision import Precision
 from autoshard.errors import TraceError, UsageError
 from autoshard.program.trace import trace
+from autoshard.runtime.params.assigned_data import take_assigned_data
 
 
 class Body(nn.Module):
@@ -187,6 +188,15 @@ def test_what_is_written_has_memory_of_its_own():
         m.mean.zero_()
     for name, t in model.state_dict().items():
         torch.testing.assert_close(compiled.state_dict()[name], t, msg=name)
+
+
+def test_assignments_are_seen_where_tensors_take_dtensors():
+    take_assigned_data()  # for the whole process, as a compiled model does
+    torch.manual_seed(0)
+    report = autoshard.verify(Body(average), "d=2", (torch.randn(4, 4),), plans=("random:0",), steps=3)
+    assert report.ok, str(report)
+    with pytest.raises(TraceError, match=r"memory of a constant.*test_assigned_data.py:\d+.*copy_"):
+        trace(Body(of_constant), (torch.randn(4, 4),))
 
 
 def test_written_weights_are_padded():

@@ -27,6 +27,7 @@ RECORDING_FILES = frozenset(f"{HERE}{room}{name}.py" for room, names in (
     ("", "_torch"), ("seeds/", "marks"),
     ("program/opaque/", "opaque opaque_probe"),
     ("program/reads/", "data_reads known_masks masked_writes places rows selections"),
+    ("runtime/params/", "assigned_data"),
     ("program/tracing/", "tape survey known_values user_collectives ways_out"),
     ("program/tracing/functions/", "assigned_data embedding_bags equal_heads expert_layers losses of_constants recurrent_dropout rms_norms"),
 ) for name in names.split())

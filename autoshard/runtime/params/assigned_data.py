@@ -1,9 +1,11 @@
-"""`p.data = value` of DTensors. torch takes it without an error and without an effect: the local tensor stays.
+"""`p.data = value` of DTensors. torch takes it without an error and without an effect: the local tensor stays. Where only the value is a DTensor (`p`
+is an average of the weights, in a plain model), `p` has no memory afterwards, and the process crashes when it is read: here it gets the whole.
 
 Loops put weights in place like this: old ones behind a step of SAM, averages for an evaluation, `vector_to_parameters`. As of plain tensors
 the two share memory afterwards, where both are placed alike."""
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +14,24 @@ from torch.distributed.tensor import DTensor, Replicate
 from autoshard import _torch
 from autoshard.errors import UsageError
 from autoshard.runtime.params.strided import cut
+from autoshard.runtime.params.told import told_if_alone
 
 
 def take_assigned_data() -> None:
     """From now on, for all DTensors of this process."""
+    theirs = torch.Tensor.data
     if "data" not in vars(DTensor):
-        DTensor.data = property(torch.Tensor.data.__get__, _assign)  # type: ignore[assignment,method-assign]
+        DTensor.data = property(theirs.__get__, _assign)  # type: ignore[assignment,method-assign]
+    if "data" not in vars(torch.Tensor):
+        torch.Tensor.data = property(theirs.__get__, partial(_assign_plain, theirs))  # type: ignore[assignment,method-assign]
+
+
+def _assign_plain(theirs: Any, x: torch.Tensor, value: Any) -> None:
+    """All ranks assign, where the value is a DTensor."""
+    if isinstance(value, DTensor):
+        with told_if_alone("gather a DTensor"):
+            value = value.detach().full_tensor()
+    theirs.__set__(x, value)
 
 
 @torch.no_grad()

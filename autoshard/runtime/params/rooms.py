@@ -33,3 +33,9 @@ class Rooms:
                 piece.untyped_storage().data_ptr() == room.untyped_storage().data_ptr()):
             return room
         return longer(piece, shape)
+
+
+def is_all_of_its_memory(t: torch.Tensor) -> bool:
+    """Whether no more is kept with it than its numbers. A piece in the midst of other memory cannot be staged by `dcp.async_save`: a DTensor
+    hands the place on to its views, which have no memory."""
+    return t.is_contiguous() and t.storage_offset() == 0 and t.untyped_storage().nbytes() == t.nbytes

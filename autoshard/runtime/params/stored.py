@@ -30,7 +30,7 @@ from autoshard.program.tracing.twin import copy_tree, kept_results
 from autoshard.runtime.params import anomalies  # noqa: F401  (tells DTensor of an op)
 from autoshard.runtime.params.dtensor_ops import mend_dtensors
 from autoshard.runtime.params.originals import remember
-from autoshard.runtime.params.rooms import Rooms
+from autoshard.runtime.params.rooms import Rooms, is_all_of_its_memory
 from autoshard.runtime.params.strided import cut, placements
 from autoshard.runtime.ranks.agree import alone, share
 from autoshard.runtime.ranks.place import Place
@@ -234,11 +234,13 @@ class Stored:
 
     def write(self, name: str, value: torch.Tensor) -> None:
         """A new local value of a buffer, or of a parameter with its pad. The old tensor is left alone: backward may still read it."""
-        if value.is_inference():  # no later call with gradients could take it
-            with torch.inference_mode(False):
-                value = value.clone()
         if name in self.params:
-            return self._put(name, shorter(value, self._held(name).shape), self.specs[name])
+            value = shorter(value, self._held(name).shape)
+        if value.is_inference() or not is_all_of_its_memory(value):  # no later call with gradients could take it, or a whole tensor would be kept
+            with torch.inference_mode(False):
+                value = value.clone(memory_format=torch.contiguous_format)
+        if name in self.params:
+            return self._put(name, value, self.specs[name])
         if self.place.device_mesh is not None:
             self.buffers[name]._local_tensor = value
             return

@@ -59,6 +59,21 @@ class Net(nn.Module):
         return self.head(self.drop(F.gelu(self.norm(self.mix(self.words(ids) * self.config.gain)))))
 
 
+class Follows(nn.Module):
+    """A parameter and a buffer become the sums of a trained one, which are whole before they are cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.average = nn.Parameter(torch.arange(6.0)), nn.Parameter(torch.zeros(6), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.average.copy_(self.bias.cumsum(0))
+            self.seen.copy_(self.bias.cumsum(0))
+        return x + self.bias
+
+
 def both(seed: int = 0, dtype: torch.dtype = torch.float64, p: float = 0.0) -> Both:
     torch.manual_seed(0)
     model = Net(p).to(dtype)
@@ -420,6 +435,12 @@ def assigned_data() -> None:
         m.words.weight.data, m.words.weight.grad.data = m.words.weight.grad.data, m.words.weight.data
     same_gradients(*pair, EXACT)
     steps(pair, adamw)
+    averages = [copy.deepcopy(pair[1]) for _ in pair]
+    for m, average in zip(pair, averages, strict=True):
+        for old, new in zip((*average.parameters(), *average.buffers()), (*m.parameters(), *m.buffers()), strict=True):
+            old.data = 0.25 * old.data + 0.75 * new.data if new.is_floating_point() else new.data
+        assert all(type(t) is torch.Tensor for t in average.state_dict().values())
+    assert_near("called", averages[0](batch(2)[0]), averages[1](batch(2)[0]), EXACT)
     with pytest.raises(UsageError, match=r"\.data of a DTensor of \(24, 12\) torch.float64 cannot become \(12, 24\) torch.float64: its shape"):
         pair[0].mix.weight.data = pair[0].mix.weight.data.T
 
@@ -474,6 +495,12 @@ def async_save(folder: str) -> None:
     for name, t in found.items():
         assert torch.equal(whole(t), then[name]), name
     assert any(not torch.equal(whole(t), then[n]) for n, t in pair[0].state_dict().items()), "training went on"
+    written = autoshard.compile(Follows(), "dp=2", seeds={"bias": "-", "average": "dp", "seen": "dp"}, cache=False)
+    written(torch.ones(4, 6)).sum().backward()
+    dcp.async_save(written.state_dict(), checkpoint_id=f"{folder}-written", process_group=group).result()
+    found = {name: torch.zeros(6) for name in ("average", "seen")}
+    dcp.load(found, checkpoint_id=f"{folder}-written", process_group=group)
+    assert all(torch.equal(t, torch.arange(6.0).cumsum(0)) for t in found.values()), found
 
 
 def whole_state_dicts(_: str) -> None:

@@ -13,8 +13,6 @@ from torch.overrides import TorchFunctionMode
 from autoshard import _torch
 from autoshard.program.tracing.tape import user_line
 
-ASSIGN = torch.Tensor.data.__set__
-
 
 class AssignedData(TorchFunctionMode):
     """From then on a traced tensor has the memory of the value, with all that is written there later, as in eager mode. Views of the tensor that were
@@ -30,7 +28,7 @@ class AssignedData(TorchFunctionMode):
         self._values: dict[str, torch.Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        if func != ASSIGN or not _torch.is_traced(args[0]):
+        if func != torch.Tensor.data.__set__ or not _torch.is_traced(args[0]):
             return func(*args, **(kwargs or {}))
         return self._assign(*args)
 
