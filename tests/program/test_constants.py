@@ -128,3 +128,20 @@ def test_what_is_made_of_a_constant_may_be_written(name):
 def test_a_constant_may_not(name):
     with pytest.raises(TraceError, match=r"writes in place where torch does not make it functional at .*test_constants\.py:\d+"):
         trace(Maps(INTO_CONSTANTS[name]), (torch.randn(4, 6),))
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_a_loss_module_has_no_weights_of_its_own(kind):
+    """They would not be trained, or written."""
+    class Loss(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(6), requires_grad=kind == "parameter")
+
+        def forward(self, y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            if kind == "buffer":
+                self.scale.mul_(0.9)
+            return ((y * self.scale - target) ** 2).mean()
+
+    with pytest.raises(TraceError, match=r"at .*test_constants\.py:\d+.*A loss module with parameters or buffers of its own: make it a submodule"):
+        trace(torch.nn.Linear(6, 6), (torch.randn(4, 6), torch.randn(4, 6)), loss_fn=Loss())

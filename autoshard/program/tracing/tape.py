@@ -35,6 +35,7 @@ RECORDING_FILES = frozenset(f"{HERE}{room}{name}.py" for room, names in (
 TRACER = HERE + "program/tracing/one_trace.py"
 """Calls the model: what called it is no part of a trace."""
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem")
+OF_A_LOSS = "A loss module with parameters or buffers of its own: make it a submodule of the model, and call it in forward"
 ONLY_TAKEN = ("of collectives all_reduce, all_gather_tensor, reduce_scatter_tensor and broadcast of torch.distributed._functional_collectives, "
               "and shard_dim_alltoall of torch.distributed.tensor, are taken, over a mesh axis: use those, or take it out and fix layouts "
               "with autoshard.annotate or seeds")
@@ -141,7 +142,7 @@ class Tape:
                         f"tree{self._at()}; reach it as an attribute of a submodule")
         elif t.requires_grad:
             self.refuse(f"a trainable tensor of shape {tuple(t.shape)} that is not a parameter of the model is "
-                        f"used{self._at()}; register it as an nn.Parameter, or detach it")
+                        f"used{self._at()}; register it as an nn.Parameter of the model, or detach it. {OF_A_LOSS}")
         elif t.layout is not torch.strided:
             self.refuse(f"a sparse tensor of shape {tuple(t.shape)} is used{self._at()}; {DENSE}")
         name = f"_constant_{len(self.constants)}"
@@ -169,7 +170,8 @@ class Tape:
             self.refuse(f"the model calls the collective {target} itself{self._at()}\n  {ONLY_TAKEN}")
         if target._schema.is_mutable:
             self.refuse(f"{target} writes in place where torch does not make it functional{self._at()}; "
-                        "use the out-of-place form")
+                        "use the out-of-place form, or, where it writes into what the model does not have, make that a buffer of the model. "
+                        f"{OF_A_LOSS}")
         if target in ONE_DTYPE and len(dtypes := {str(a.dtype).removeprefix("torch."): a for a in args if isinstance(a, torch.Tensor)}) > 1:
             raise RuntimeError(f"the tensors of a product must have one dtype, and these have {' and '.join(dtypes)}")
         kwargs = {k: v for k, v in kwargs.items() if k not in DEVICE_KWARGS and v is not torch.strided}
