@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import autoshard
 from autoshard import _torch
 from autoshard.errors import MeshError, UsageError
+from autoshard.runtime.execute.backends import inductor
 from autoshard.runtime.module import CompiledModule
 from autoshard.runtime.ranks.place import locate
 from models import gpt, resnet
@@ -46,6 +47,13 @@ def test_inductor_keeps_arguments_apart_that_are_one_tensor_at_first() -> None:
     with patch("torch._inductor.compile_fx.compile_fx_inner", lambda graph, fakes, **_: lambda boxed: graph(*boxed)):
         run = _torch.compile_with_inductor(torch.fx.symbolic_trace(lambda a, b: (a - 2 * b,)), [x, x], {})
     assert torch.equal(run([x, y])[0], x)
+
+
+def test_inductor_scales_what_is_added_to_a_product() -> None:
+    """inductor of torch 2.13 drops the factor of `x.add(a @ b, alpha=0.1)`."""
+    a, b, x, y = torch.randn(4, 5), torch.randn(5, 6), torch.randn(4, 6), torch.randint(9, (4, 6))
+    made = torch.fx.symbolic_trace(lambda a, b, x, y: (torch.add(x, a @ b, alpha=0.1), torch.add(a @ b, y, alpha=2), torch.add(y, y, alpha=3)))
+    assert all(torch.allclose(got, want) and got.dtype == want.dtype for got, want in zip(inductor(made, "f")([a, b, x, y]), made(a, b, x, y), strict=True))
 
 
 def test_dropout_draws_as_the_model_does() -> None:

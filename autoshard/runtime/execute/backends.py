@@ -57,10 +57,18 @@ def inductor(module: torch.fx.GraphModule, name: str) -> Callable[[list[Any]], S
         for i in seeds:
             arguments[i] = torch.tensor(arguments[i])
         if not compiled:  # at the first call, when strides and devices are known
-            compiled.append(_torch.compile_with_inductor(module, arguments, rms_norm.DECOMPOSED))
+            compiled.append(_torch.compile_with_inductor(module, arguments, DECOMPOSED))
         return compiled[0](arguments)
 
     return call
+
+
+def _scaled_before(x: Any, y: Any, *, alpha: Any = 1) -> Any:
+    """`add(x, y, alpha=0.1)`. Of a product `x @ y` inductor of torch 2.13 makes `addmm`, and leaves the factor out, without an error."""
+    return NotImplemented if alpha == 1 else x + y * alpha
+
+
+DECOMPOSED = {**rms_norm.DECOMPOSED, torch.ops.aten.add.Tensor: _scaled_before}
 
 
 def _seeds_as_tensors(graph: torch.fx.Graph) -> tuple[int, ...]:
