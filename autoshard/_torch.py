@@ -4,7 +4,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Any, cast
 
 import torch
 from torch._decomp import decomposition_table  # noqa: F401  (by op torch's function that does it by others)
@@ -26,7 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree  # noqa: F401  (others take it from here)
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # noqa: F401  (sees every op that reaches the dispatcher)
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _detect_infra_mode, _disable_current_modes
 
 from autoshard.errors import TraceError
 
@@ -204,10 +205,13 @@ def is_transformed(t: torch.Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(t) or dual._current_level >= 0 and dual.unpack_dual(t).tangent is not None
 
 
-no_modes, functional, unwrap, was_mutated = _disable_current_modes, to_fun, from_fun, has_data_mutation
-was_set = torch._functionalize_was_storage_changed
-"""Outside of every tracing mode that is active; a fake tensor wrapped for functionalization, which needs `functional_tracing`; the fake tensor
-that holds a functional tensor's present value (other values pass); whether it was written in place; whether its `elem` got other memory."""
+def functional(fake: torch.Tensor) -> torch.Tensor:
+    """A fake tensor wrapped for functionalization, inside of `functional_tracing`; as it is inside of an op that is made functional just now."""
+    return to_fun(fake) if _detect_infra_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) else fake
+
+
+no_modes, unwrap, was_mutated, was_set = _disable_current_modes, from_fun, has_data_mutation, torch._functionalize_was_storage_changed
+"""Outside of tracing modes; the fake tensor that holds a functional one's present value (others pass); whether it was written, got other memory."""
 
 def has_gradient_hook(parameter: torch.Tensor) -> bool:
     """Whether `parameter.register_hook` or `register_post_accumulate_grad_hook` was called."""
@@ -326,14 +330,10 @@ def take_strided_shards_in_turn() -> None:
     DTensorSpec.__post_init__ = settled
 
 
-def kernel(op: Any) -> Callable[..., Any]:
-    """The C++ entry of an OpOverload, without the Python method around it."""
-    return op._op
-
-
-def process_group(name: str) -> Any:
-    """The process group that functional collectives know by `name`."""
-    return torch._C._distributed_c10d._resolve_process_group(name)
+kernel, process_group = attrgetter("_op"), cast(Callable[[str], Any], torch._C._distributed_c10d._resolve_process_group)
+lazy_copy = torch._lazy_clone
+"""The C++ entry of an OpOverload, without the Python method around it; the process group that functional collectives know by a name; a copy whose
+memory is made when one of both is written, RuntimeError for memory that not torch alone knows (numpy's, another process's)."""
 
 
 def transport(group: Any, device_type: str) -> str:

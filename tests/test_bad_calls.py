@@ -228,3 +228,43 @@ def test_infeasibility_does_not_contradict_itself(training: bool) -> None:
 def test_an_infinite_time_limit_is_no_limit() -> None:
     """Solvers count their limits in whole numbers, and an infinite one ended in an OverflowError."""
     assert autoshard.plan(MODEL, "d=2", (X,), time_limit=float("inf"), cluster="cpu-gloo").status == "optimal"
+
+
+class Returns(nn.Linear):
+    """A layer that forgets to return."""
+
+    def forward(self, x: torch.Tensor) -> None:
+        super().forward(x)
+
+
+LABELS = torch.tensor([1, 3])
+LOSSES: dict[str, tuple[Any, Any, Any, str]] = {  # model, loss, target, what the error must say
+    "labels are floats": (MODEL, F.cross_entropy, LABELS.float(), r"loss_fn cross_entropy, with output \(2, 4\) float32, target \(2,\) float32"),
+    "a loss of its own": (MODEL, lambda y, t: y.view(3, -1), LABELS, r"in loss_fn <lambda>, with output \(2, 4\) float32, target \(2,\) int64"),
+    "nothing returned": (Returns(4, 4), None, None, "the model returns no tensor"),
+    "nothing returned to the loss": (Returns(4, 4), F.cross_entropy, LABELS, r"loss_fn cross_entropy, with output None"),
+    "no loss returned": (MODEL, lambda y, t: None, LABELS, "loss_fn <lambda> returns no tensor"),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_what_a_loss_gets_and_what_returns_nothing_are_named(case: str) -> None:
+    model, loss, target, words = LOSSES[case]
+    with pytest.raises(AutoshardError, match=words):
+        call("plan", model, examples=(X,) if loss is None else (X, target), loss_fn=loss)
+
+
+@pytest.mark.parametrize("function", ["plan", "compile", "verify"])
+def test_a_compiled_model_is_not_taken_again(function: str) -> None:
+    compiled = call("compile")
+    for model, words in ((compiled, "the model is compiled already"), (nn.Sequential(nn.ReLU(), compiled), "1 is compiled already")):
+        with pytest.raises(ModelError, match=words):
+            call(function, model)
+
+
+def test_an_op_that_raises_in_a_step_says_where_it_is() -> None:
+    """The kernel's own error, of the type that the model raises, with the op, its module and the user's line as a note."""
+    model = call("compile", nn.Sequential(nn.Embedding(10, 4), MODEL), examples=(torch.zeros(2, dtype=torch.long),))
+    with pytest.raises(IndexError, match="index out of range") as error:
+        model(torch.tensor([1, 12]))
+    assert any("embedding" in note and "in 0 " in note for note in error.value.__notes__)

@@ -13,6 +13,7 @@ from autoshard.base.plan import Plan
 from autoshard.base.precision import Precision
 from autoshard.decide.pipeline_options import Pipeline
 from autoshard.errors import ModelError, UsageError
+from autoshard.program.taken import Compiled
 
 Check = tuple[Callable[[Any], bool], str]
 OPTIONAL: dict[str, Check] = {
@@ -70,6 +71,9 @@ def check_called(model: nn.Module, example_inputs: Sequence[Any], example_kwargs
 
 def _check_model(model: Any) -> None:
     if isinstance(model, nn.Module):
+        if (path := next((name for name, part in model.named_modules() if isinstance(part, Compiled)), None)) is not None:
+            raise ModelError(f"{path or 'the model'} is compiled already (autoshard.compile); plan, compile or verify the whole model once, made "
+                             "of modules that are not compiled")
         return
     if inspect.isclass(model):
         raise ModelError(f"the model is the class {model.__name__}; give an instance of it, {model.__name__}(...)")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -38,12 +38,13 @@ LAID_AS_PRODUCTS = frozenset({
 
 @dataclass(frozen=True)
 class Part:
-    """What a node belongs to: the op it computes, or the value it redistributes."""
+    """What a node belongs to: the op it computes, or the value it redistributes. `where`: the op for messages."""
 
     kind: str
     name: str
     window: str
     hideable: bool = False
+    where: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ class _Lowering:
             return
         chosen = self.plan.ops[op.name]
         given = [self._alive(held, op.where) for held in instruction.reads]
-        with self.emit.part(Part("compute", op.name, self.window)):
+        with self.emit.part(Part("compute", op.name, self.window, where=op.where)):
             try:
                 reads, results = emit_op(self.emit, op, self.graph.calls[op.name], chosen, given)
             except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as e:

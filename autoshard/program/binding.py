@@ -133,8 +133,9 @@ def leaf_key(value: Any) -> Any:
     if type(value) is slice:
         return slice, *map(leaf_key, (value.start, value.stop, value.step))
     if type(value).__hash__ is None:
-        raise UsageError(f"an argument is a {type(value).__module__}.{type(value).__qualname__}, which is neither a tensor nor a plain value; "
-                         "pass tensors, or register the type with torch.utils._pytree.register_pytree_node")
+        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+        raise UsageError(f"an argument is a {type(value).__module__}.{type(value).__qualname__}{shape}, which is neither a tensor nor a plain value; "
+                         "pass tensors (torch.as_tensor(array)), or register the type with torch.utils._pytree.register_pytree_node")
     return type(value), value
 
 

@@ -12,6 +12,10 @@ from autoshard.errors import UsageError
 DENSE = "make it dense (.to_dense()), or do before the call what needs it"
 
 
+class Compiled:
+    """What compiled models inherit, so that they are not taken again."""
+
+
 def check_taken(model: nn.Module) -> None:
     """Raises UsageError for modules and stored tensors that can be neither copied nor traced."""
     for path, module in model.named_modules():

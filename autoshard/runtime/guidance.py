@@ -18,6 +18,7 @@ from torch import nn
 
 from autoshard import _torch
 from autoshard.errors import NotCarriedOver, UsageError
+from autoshard.program.taken import Compiled
 
 if TYPE_CHECKING:
     from autoshard.runtime.module import CompiledModule
@@ -71,7 +72,7 @@ def not_taken_apart(model: CompiledModule, args: tuple[Any, ...], kwargs: dict[s
     return model.forward(*args, **kwargs)
 
 
-class Guidance:
+class Guidance(Compiled):
     """What `CompiledModule` inherits: the marks at which FSDP1 and DataParallel are noticed, and what changes dtypes and devices."""
 
     @property

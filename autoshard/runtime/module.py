@@ -165,7 +165,7 @@ class CompiledModule(Guidance, nn.Module):
         flat, tree = self._binding.flatten(args, kwargs)
         tensors = [t for t in flat if isinstance(t, torch.Tensor)]
         given, grad = tuple(spec_given(self.passing, t, self.place) for t in tensors), torch.is_grad_enabled()
-        shapes = tuple((tuple(v.shape), v.dtype, grad and v.requires_grad) if isinstance(v, torch.Tensor) else leaf_key(v) for v in flat)
+        shapes = tuple((tuple(v.shape), v.dtype, v.requires_grad) if isinstance(v, torch.Tensor) else leaf_key(v) for v in flat)
         device = self.place.device.type
         modes = (grad, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
                  tuple([m.training for m in self._parts]),

@@ -140,7 +140,7 @@ def test_calls_that_python_would_not_take() -> None:
                                   ((x, t), dict(mask=k), "unexpected keyword argument 'mask'"), ((t,), {}, r"the target is missing: this call has only what Linear.forward\(input\) takes.*'logits': logits"),
                                   ((t,), dict(mask=k), "missing a required argument: 'input'"),
                                   ((), dict(input=x), "last positional argument is the target"), ((x, t), dict(input=x), "multiple values for argument 'input'"),
-                                  ((x.numpy(), t), {}, "an argument is a numpy.ndarray, which is neither a tensor nor a plain value")):
+                                  ((x.numpy(), t), {}, "an argument is a numpy.ndarray of shape .*, which is neither a tensor nor a plain value")):
         with pytest.raises(UsageError, match=message):
             compiled(*args, **kwargs)
     assert torch.equal(compiled(target=t, input=x), compiled(x, t))

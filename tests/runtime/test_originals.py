@@ -1,8 +1,10 @@
 """What goes on with the parameters that a model had before `compile`, which copies them."""
 from __future__ import annotations
 
+import copy
 import logging
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -51,3 +53,23 @@ def test_models_that_share_parameters_train_apart_and_say_so(trained: bool, agai
     with caplog.at_level(logging.WARNING, "autoshard"):
         kept = compiled(first), compiled(first if again else nn.Sequential(trunk, nn.Linear(4, 2)))
     assert len(kept) == 2 and ("0.weight, 0.bias are also in a model that was compiled before" in caplog.text) == warns
+
+
+@pytest.mark.parametrize("known_to_numpy", [False, True])
+def test_original_and_compiled_model_have_weights_of_their_own_before_the_first_call(known_to_numpy: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    if known_to_numpy:  # memory that cannot be copied lazily
+        model[0].weight.data = torch.from_numpy(np.ones((4, 4), np.float32))
+    before, x = copy.deepcopy(model), torch.randn(3, 4)
+    one, other = compiled(model), compiled(model)
+    with torch.no_grad():
+        one[0].weight.mul_(2)
+        one[1].running_mean.add_(1)
+        model[0].bias.zero_()
+        want = copy.deepcopy(before)
+        want[0].weight.mul_(2)
+        want[1].running_mean.add_(1)
+        torch.testing.assert_close(one(x), want(x))
+        torch.testing.assert_close(other(x), before(x))
+    torch.testing.assert_close(model[0].weight, before[0].weight)
+    torch.testing.assert_close(model[1].running_mean, before[1].running_mean)

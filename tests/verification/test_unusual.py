@@ -77,6 +77,7 @@ def definite(m):
 
 
 X = (8, 12)
+TURN = torch.polar(torch.ones(12), torch.arange(12.0))
 EMPTY = {
     "parameter": (lambda m, x: m.l(x) + m.e.sum(), X),
     "parameter in cat": (lambda m, x: torch.cat([m.l(x).flatten(), m.e.flatten()]), X),
@@ -94,6 +95,7 @@ CONJUGATES = {
     "real": (lambda m, x: complexes(m, x).conj().real, X),
     "imag": (lambda m, x: complexes(m, x).conj().imag * 2, X),
     "resolved": (lambda m, x: torch.view_as_real(complexes(m, x).conj().resolve_conj()), X),
+    "times a constant": (lambda m, x: torch.view_as_real(complexes(m, x) * TURN), X),
     "times": (lambda m, x: torch.view_as_real(complexes(m, x).conj() * complexes(m, x + 1)), X),
     "matmul": (lambda m, x: (complexes(m, x) @ complexes(m, x).mH).abs(), X),
     "written in place": (lambda m, x: torch.view_as_real((complexes(m, x) + 1).conj().mul_(2j).add_(1).resolve_conj()), X),
@@ -240,6 +242,37 @@ def test_dropout_between_recurrent_layers(make):
 def test_dropout_between_recurrent_layers_of_one_sequence():
     report = autoshard.verify(nn.LSTM(12, 6, 2, dropout=0.3), "d=2", (torch.randn(5, 12), (torch.randn(2, 6), torch.randn(2, 6))), plans=("split",))
     assert report.ok, str(report)
+
+
+def salience(m, x):
+    """How much each hidden number matters for the largest output: a gradient inside of forward, in evaluation too."""
+    with torch.enable_grad():
+        h = m.l(x)
+        out = h.sin() @ m.w
+        return out, torch.autograd.grad(out.amax(1).sum(), h, retain_graph=True)[0].abs()
+
+
+def asks(m, x):
+    return m.l(x) * (2 if m.w.requires_grad and all(p.requires_grad for p in m.l.parameters()) else 1)
+
+
+def asks_mode(m, x):
+    return m.l(x) * (2 if torch.is_grad_enabled() else 1) * (3 if x.requires_grad else 1)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("body", [salience, asks, asks_mode])
+def test_forward_that_depends_on_what_is_trained(body, frozen):
+    """Weights and inputs require gradients under `torch.no_grad()`, too, and a frozen model runs with gradients enabled."""
+    torch.manual_seed(0)
+    model = Body(body).double().eval().requires_grad_(not frozen)
+    compiled, x = autoshard.compile(model, "d=1", cluster="cpu-gloo", cache=False), torch.randn(*X).double()
+    for trained, enabled in ((False, False), (False, True), (True, False), (True, True)):
+        if frozen and body is salience and not trained:
+            continue  # nothing to differentiate
+        with torch.set_grad_enabled(enabled):
+            given = x.clone().requires_grad_(trained)
+            torch.testing.assert_close(compiled(given), model(given))
 
 
 # --- verify runs what the runtime runs

@@ -52,11 +52,12 @@ MADE = (READS, *SELECTS)
 
 
 class Selections(TorchFunctionMode):
-    """Computes with selections. What it does not know gets their rows, which a trace refuses with the user's line."""
+    """Computes with selections. What it does not know gets their rows, which a trace refuses with the user's line. `training`: whether a
+    backward pass follows."""
 
-    def __init__(self, constants: Constants) -> None:
+    def __init__(self, constants: Constants, training: bool) -> None:
         super().__init__()
-        self.constants, self.tape = constants, constants.tape
+        self.constants, self.tape, self.training = constants, constants.tape, training
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         func, args, kwargs = *as_index(func, args), dict(kwargs or {})
@@ -113,7 +114,7 @@ class Selections(TorchFunctionMode):
         if kwargs.get("out") is not None or kwargs.get("inplace") or func in EACH and any(a is True for a in args):
             return False
         given = [t for t in (*everywhere_of((*args, *found)), *everywhere_of(kwargs.values())) if isinstance(t, Tensor)]
-        hides = any(s.requires_grad for s in found) or not torch.is_grad_enabled() and any(t.requires_grad for t in given)
+        hides = any(s.requires_grad for s in found) or self.training and not torch.is_grad_enabled() and any(t.requires_grad for t in given)
         return not hides and all(self._is_same(found[0].key, s.key) for s in found[1:])
 
     def _is_same(self, a: Ref, b: Ref) -> bool:

@@ -54,7 +54,7 @@ from autoshard.program.tracing.known_values import Constants, small_buffers
 from autoshard.program.tracing.lru_caches import kept_clean
 from autoshard.program.tracing.no_cache import refuse_cache, without_cache, without_decoding_cache
 from autoshard.program.tracing.pythons_own import state_of, tell_of_changes
-from autoshard.program.tracing.survey import Answers, Survey, user_errors
+from autoshard.program.tracing.survey import Answers, Survey, loss_of, user_errors, without_gradient
 from autoshard.program.tracing.tape import Tape, meta_of
 from autoshard.program.tracing.twin import copy_tree, track
 from autoshard.program.tracing.user_collectives import LOCAL_SHAPES, STAND_INS
@@ -90,7 +90,7 @@ class OneTrace:
         self.recorder.answer = constants if any_size is None else None
         self.reads = DataReads(self.tape, constants)
         self.known_masks = nullcontext() if any_size else KnownMasks(constants)  # they are values at one size
-        self.selections = nullcontext() if any_size else Selections(constants)
+        self.selections = nullcontext() if any_size else Selections(constants, training)
         self.recorder.on_check, self.recorder.on_higher_order = self.tape.on_check, self.tape.on_higher_order
         self.runner = Runner(self.tape, self.recorder, _alone, copy_tree)
         self.without = tuple(f"{path}." for path in without)
@@ -101,7 +101,8 @@ class OneTrace:
         self.tape.forbidden = {id(t): n for n, t in (self.params | self.buffers).items()}
 
     def traced(self) -> Traced:
-        with (kept_clean(self.mode), torch.inference_mode(False), torch.set_grad_enabled(self.training), _on_cpu(),
+        enabled = self.training or torch.is_grad_enabled() and not any(p.requires_grad for p in self.params.values())  # forward may ask
+        with (kept_clean(self.mode), torch.inference_mode(False), torch.set_grad_enabled(enabled), _on_cpu(),
               torch.autograd.set_detect_anomaly(False),  # it reads every gradient, and those of a trace have no numbers
               _torch.functional_tracing(self.recorder, self.mode), _torch.functional_collectives_run(STAND_INS),
               EqualHeads(), RMSNorms(), EmbeddingBags(), RecurrentDropout(), Losses(self.reads.note), MaskedWrites(),
@@ -142,7 +143,7 @@ class OneTrace:
                                  "remove it, and register it on the parameters of the compiled model, where hooks run")
             keep = self.precision is None or not p.dtype.is_floating_point
             t = self._placeholder("param", name, p, None if keep else self.precision.stored)
-            self.stored[name] = t.requires_grad_(p.requires_grad and self.training)
+            self.stored[name] = t.requires_grad_(p.requires_grad)  # forward may ask, or take gradients
         for name, b in self.buffers.items():
             self.stored[name] = self._placeholder("buffer", name, b)
 
@@ -156,7 +157,7 @@ class OneTrace:
                 self.leaves.append(TensorLeaf(len(out)))
                 shape = self.any_size and self.any_size.shape(len(out), value.shape)
                 t = self._placeholder("input", f"input:{len(out)}", value, shape=shape)
-                needs_grad = value.requires_grad and self.training and value.dtype.is_floating_point
+                needs_grad = value.requires_grad and value.dtype.is_floating_point
                 out.append(t.requires_grad_(needs_grad))
                 names.append(name)
                 if self.loss_fn is not None and _in_argument(path, len(bound[0]) - 1):
@@ -221,7 +222,7 @@ class OneTrace:
 
     def _forward(self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with user_errors("forward", self._hint), without_decoding_cache(twin):
-            out = twin(*args, **kwargs) if self.loss_fn is None else self.loss_fn(twin(*args[:-1], **kwargs), args[-1])
+            out = twin(*args, **kwargs) if self.loss_fn is None else loss_of(self.loss_fn, twin(*args[:-1], **kwargs), args[-1])
             return returned(without_cache(out, kwargs))
 
     def _hint(self) -> str:
@@ -243,7 +244,7 @@ class OneTrace:
         for i, value in enumerate(self.reads.guarded(users, self.stored)):
             self._output(Output(Role.USER, i), value)
         wanted = _differentiable(out, users, leaves)
-        self.left_out = frozenset(i for i, t in enumerate(users) if t.requires_grad) - set(wanted)
+        self.left_out = frozenset(i for i, t in enumerate(users) if t.requires_grad and self.training) - set(wanted)
         return users, tuple(leaves), spec, wanted
 
     def _plain(self, value: Any) -> Any:
@@ -301,8 +302,7 @@ class OneTrace:
             if sources and not trained:  # an input that requires a gradient gets none, as in eager mode
                 self.training = False
                 return
-            raise TraceError("nothing to differentiate: no output depends on a trainable parameter; "
-                             "pass training=False, or set requires_grad on the parameters to train")
+            raise TraceError(f"nothing to differentiate: {without_gradient(users, self.loss_fn)}")
         with user_errors("backward"), _torch.no_autocast():
             grads = _torch.gradients([users[i] for i in wanted], list(sources.values()), tangents)
         if all(g is None for g in grads) and trained and not self._goes_on:

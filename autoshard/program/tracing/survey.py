@@ -160,6 +160,19 @@ def user_errors(phase: str, hint: Callable[[], str] = str) -> Iterator[None]:
         raise kind(explain(e, phase) + hint()) from None
 
 
+def loss_of(loss_fn: Callable[..., Any], output: Any, target: Any) -> Any:
+    """A call whose frame names the loss and what it gets, for `in_module`."""
+    return loss_fn(output, target)
+
+
+def without_gradient(users: Sequence[torch.Tensor], loss_fn: Callable[..., Any] | None) -> str:
+    """Why no output has a gradient, and what to do. `users`: the tensors that the call returns."""
+    if users:
+        return "no output depends on a trainable parameter; pass training=False, or set requires_grad on the parameters to train"
+    returns = "the model" if loss_fn is None else f"loss_fn {_named(loss_fn)}"
+    return f"{returns} returns no tensor; let it return the tensors that the loop needs (a function without `return` returns None)"
+
+
 def explain(e: BaseException, phase: str) -> str:
     """An exception of a trace in the user's terms, with their line."""
     where = innermost_user_line(e.__traceback__)
@@ -177,18 +190,30 @@ def explain(e: BaseException, phase: str) -> str:
 
 
 def in_module(tb: TracebackType | None) -> str:
-    """Which module raised, with which tensors as its arguments: of a model made of torch's modules no line is the user's."""
+    """Which module raised, or the loss, with which tensors as its arguments: of a model made of torch's modules no line is the user's."""
     found = ""
     for frame, _ in walk_tb(tb):
+        if frame.f_code is loss_of.__code__:
+            given = {name: frame.f_locals[name] for name in ("output", "target")}
+            found = f"\n  in loss_fn {_named(frame.f_locals['loss_fn'])}, with {', '.join(f'{n} {_said(v)}' for n, v in given.items())}"
         module = frame.f_locals.get("self")
         if frame.f_code.co_name == "forward" and isinstance(module, torch.nn.Module):
             names = frame.f_code.co_varnames[1:frame.f_code.co_argcount]
-            given = [f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name in names
-                     if isinstance(t := frame.f_locals.get(name), torch.Tensor)]
+            tensors = [f"{name} {_said(t)}" for name in names if isinstance(t := frame.f_locals.get(name), torch.Tensor)]
             own = type(module).__module__.startswith("torch.nn.")  # a user's extra_repr may read data, which is not there
             said = f"({module.extra_repr()[:80]})" if own else ""
-            found = f"\n  in {type(module).__name__}{said}" + (f", with {', '.join(given)}" if given else "")
+            found = f"\n  in {type(module).__name__}{said}" + (f", with {', '.join(tensors)}" if tensors else "")
     return found
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return "None" if value is None else f"of type {type(value).__name__}"
+
+
+def _named(loss_fn: Callable[..., Any]) -> str:
+    return getattr(loss_fn, "__name__", type(loss_fn).__name__)
 
 
 def _reads_data(e: BaseException) -> bool:

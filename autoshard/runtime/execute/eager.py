@@ -9,25 +9,28 @@ from __future__ import annotations
 import linecache
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from autoshard import _torch
+from autoshard.errors import AutoshardError
 from autoshard.lower.lifetimes import Lifetimes
 
 
 @dataclass(frozen=True, eq=False)
 class Straight:
-    """Text of a function `run` and what it names. Called as that function."""
+    """Text of a function `run` and what it names. Called as that function. `places`: by name of a value, the op that makes it, for messages."""
 
     name: str
     source: str
     scope: dict[str, Any]
+    places: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def run(self) -> Callable[..., Sequence[Any]]:
@@ -39,13 +42,25 @@ class Straight:
         return run
 
     def __call__(self, values: list[Any]) -> Sequence[Any]:
-        return self.run(values)
+        try:
+            return self.run(values)
+        except Exception as e:
+            if not isinstance(e, AutoshardError) and (place := self._place(e)):
+                e.add_note(f"raised by {place} of the model that autoshard compiled; the tensors that it gets are this rank's pieces")
+            raise
+
+    def _place(self, error: Exception) -> str:
+        """The op that raised, "" where that is no op of the model's."""
+        lines = self.source.splitlines()
+        at = next((n for frame, n in walk_tb(error.__traceback__) if frame.f_code is self.run.__code__), 0)
+        return self.places.get(lines[at - 1].partition(" = ")[0].strip(), "")
 
 
 def straight(graph: Graph, name: str, lifetimes: Lifetimes | None = None) -> Straight:
     """A function of one list (placeholders in order), which it empties so that arguments die at their last use."""
     writer = Writer(graph, lifetimes or Lifetimes.of(graph))
-    return Straight(name, "\n".join(writer.lines()) + "\n", writer.scope)
+    places = {n.name: part.where for n in graph.nodes if (part := n.meta.get("part"))}
+    return Straight(name, "\n".join(writer.lines()) + "\n", writer.scope, places)
 
 
 class Writer:

@@ -1,8 +1,8 @@
 """Parameters and buffers on the ranks: DTensors from the start, given their placements in place later.
 
-Values stay where they are until a plan says where they belong. Those of a real model are whole on every rank
-and are sliced; those of a meta model are made one module at a time by the module's own initialiser, with the
-same seed on all ranks, sliced and freed, so that no rank ever holds the model.
+Values stay where they are until a plan says where they belong, as copies that take memory where one of both is written.
+Those of a real model are whole on every rank and are sliced; those of a meta model are made one module at a time by the
+module's own initialiser, with the same seed on all ranks, sliced and freed, so that no rank ever holds the model.
 """
 from __future__ import annotations
 
@@ -95,6 +95,7 @@ class Stored:
         else:
             whole = t.detach().full_tensor() if isinstance(t, DTensor) else t.detach()  # its layout is a seed of the plan
             value = whole.to(self.place.device, dtype)
+            value = _own(value) if _torch.storage_key(value) == _torch.storage_key(whole) else value
         if self.place.device_mesh is not None:
             whole = placements(replicated(self.place.mesh), self.place.mesh.sizes)
             value = _torch.dtensor(value, self.place.device_mesh, whole, t.shape, dtype)
@@ -338,6 +339,14 @@ class Stored:
         """Memory of the global shape, NaN so that a tensor which is never filled is noticed."""
         out = torch.empty(t.shape, dtype=t.dtype, device=self.place.device)
         return out.fill_(float("nan")) if t.dtype.is_floating_point else out.zero_()
+
+
+def _own(t: torch.Tensor) -> torch.Tensor:
+    """A copy: what is written to one of both is not in the other. It takes memory when that happens."""
+    try:
+        return _torch.lazy_copy(t)
+    except RuntimeError:
+        return t.clone()
 
 
 def _padded_shape(meta: TensorMeta, spec: Spec, place: Place) -> tuple[int, ...]:
