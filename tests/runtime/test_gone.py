@@ -6,12 +6,13 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from autoshard.errors import AutoshardError, CollectiveError
-from autoshard.runtime.ranks import heartbeat, store
+from autoshard.runtime.ranks import agree, heartbeat, store
 from autoshard.runtime.ranks.process import ENDED, STOPPED, fate, here
 
 SAYS = "import time; from autoshard.runtime.ranks.process import here; print(here(), flush=True); time.sleep(60)"
@@ -105,3 +106,16 @@ def test_a_rank_that_is_gone_is_blamed_before_one_that_waited_for_it():
         gone.wait()
     with pytest.raises(CollectiveError, match="^closed: the process of rank 2 has ended; see its output$"):
         waits.blame(CollectiveError("closed"))
+
+
+def test_a_rank_that_waits_long_says_so_without_being_asked(monkeypatch, caplog):
+    """Where `if rank == 0` is around a call that all must make: rank 0 waits in it, the others in their next call."""
+    monkeypatch.setattr(agree, "NEWS", 0.05)
+    monkeypatch.setattr(agree, "LONG", 0.1)
+    monkeypatch.setattr(agree.dist, "get_rank", lambda: 1)
+    keys = SimpleNamespace(check=lambda names: False)
+    place = SimpleNamespace(pulse=SimpleNamespace(trouble=lambda rank, waited: ""))
+    with caplog.at_level("WARNING", "autoshard"), pytest.raises(AutoshardError, match="waited 1 s for rank 0 to plan"):
+        agree._wait(keys, "key", 1.0, "rank 0 to plan", place, 0)
+    said = [r.getMessage() for r in caplog.records]
+    assert 1 <= len(said) <= 5 and all("rank 1 has waited" in s and "outside of `if rank == 0`" in s for s in said)

@@ -18,8 +18,8 @@ from autoshard import errors
 from autoshard.runtime.ranks.place import Place
 
 log = logging.getLogger("autoshard")
-FIRST_WAIT, LONGEST_WAIT, NEWS = 5e-5, 0.2, 15.0
-"""Seconds between two looks into the store, and between two lines of the log."""
+FIRST_WAIT, LONGEST_WAIT, NEWS, LONG = 5e-5, 0.2, 15.0, 60.0
+"""Seconds between two looks into the store, and between two lines of the log; behind the last one these are warnings, ever fewer."""
 OUTSIDE = "numbers that the code reads from outside"
 """A fact that is told and not compared: ranks may differ in it where their programs are equal."""
 ORDERS = {"graph of the model": f" ({OUTSIDE}, as a global or a config, may differ; and where a model goes through a set of texts, the order "
@@ -52,7 +52,8 @@ def gathered(place: Place, text: str, judge: Callable[[Iterator[tuple[int, str]]
     if not place.is_leader:
         store.set(f"{prefix}/facts/{dist.get_rank()}", f"value {json.dumps([about, place.pulse.told[2], text])}")
         leader = place.ranks[0]
-        return _value(_wait(store, f"{prefix}/answer", timeout, f"rank {leader} to plan", place, leader), leader, True)
+        doing = "plan" if about == "facts" else f"compare {about}"
+        return _value(_wait(store, f"{prefix}/answer", timeout, f"rank {leader} to {doing}", place, leader), leader, True)
     try:
         text = judge(_told(store, prefix, place, text, timeout, about))
     except BaseException as e:
@@ -160,8 +161,12 @@ def _wait(store: Any, key: str, timeout: float, what: str, place: Place, rank: i
         if waited >= timeout:
             raise errors.AutoshardError(f"waited {waited:.0f} s for {what}; see its output for the cause")
         if waited >= news:
-            log.info("waiting for %s (%.0f s)", what, waited)
-            news += NEWS
+            if waited < LONG:
+                log.info("waiting for %s (%.0f s)", what, waited)
+            else:
+                log.warning("rank %d has waited %.0f s for %s: if it is not at that, but in a call that all ranks must make (saving a checkpoint, "
+                            "full_tensor()), take it outside of `if rank == 0`", dist.get_rank(), waited, what)
+            news += NEWS if waited < LONG else waited
         if waited - looked > 1.0:
             trouble, looked = place.pulse.trouble(rank, waited), waited
             if trouble and not _is_there(store, key, what):  # it may have answered just now
