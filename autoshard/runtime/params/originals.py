@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple
 from weakref import ref
 
+import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -45,6 +46,24 @@ def remember(originals: Mapping[str, nn.Parameter], copies: Mapping[int, Any]) -
 def _is_of_others(copied: Copied, beside: frozenset[int]) -> bool:
     """Whether it is still there, and of another model: a model may be compiled twice, to compare plans."""
     return copied.parameter() is not None and copied.beside != beside
+
+
+Then = tuple[tuple[str, ref[torch.Tensor], int], ...]
+"""Originals by name, and how often each had been written when it was copied."""
+
+
+def as_copied(model: nn.Module) -> Then:
+    named = (*model.named_parameters(), *model.named_buffers())
+    return tuple((name, ref(t), t._version) for name, t in named if not t.is_inference())
+
+
+def warn_of_changes(then: Then) -> None:
+    """At the first call: who loads weights into the original behind `compile` means the compiled model."""
+    changed = [name for name, original, version in then if (t := original()) is not None and t._version != version]
+    if changed:
+        log.warning("%s of the original model changed between autoshard.compile and the first call, and the compiled model, which is a copy, has the "
+                    "numbers from before: change the compiled model (its load_state_dict takes whole tensors), or the original before compile",
+                    ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if changed[3:] else ""))
 
 
 @cache

@@ -39,3 +39,12 @@ def is_all_of_its_memory(t: torch.Tensor) -> bool:
     """Whether no more is kept with it than its numbers. A piece in the midst of other memory cannot be staged by `dcp.async_save`: a DTensor
     hands the place on to its views, which have no memory."""
     return t.is_contiguous() and t.storage_offset() == 0 and t.untyped_storage().nbytes() == t.nbytes
+
+
+def apart(t: torch.Tensor) -> torch.Tensor:
+    """The same numbers, which stay as they are when `t` is written, and the other way round. Memory of torch's own is copied at that moment.
+    That of numpy, of a file or of several processes is copied now: torch does not know who writes there."""
+    try:
+        return torch.ops.aten._lazy_clone.default(t)
+    except (RuntimeError, TypeError):
+        return t.clone()

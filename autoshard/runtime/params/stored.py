@@ -1,8 +1,8 @@
 """Parameters and buffers on the ranks: DTensors from the start, given their placements in place later.
 
-Values stay where they are until a plan says where they belong, as copies that take memory where one of both is written.
-Those of a real model are whole on every rank and are sliced; those of a meta model are made one module at a time by the
-module's own initialiser, with the same seed on all ranks, sliced and freed, so that no rank ever holds the model.
+Values stay where they are until a plan says where they belong. Those of a real model are whole on every rank
+and are sliced; those of a meta model are made one module at a time by the module's own initialiser, with the
+same seed on all ranks, sliced and freed, so that no rank ever holds the model.
 """
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from autoshard.program.taken import dense_buffers
 from autoshard.program.tracing.twin import copy_tree, kept_results
 from autoshard.runtime.params import anomalies  # noqa: F401  (tells DTensor of an op)
 from autoshard.runtime.params.dtensor_ops import mend_dtensors
-from autoshard.runtime.params.originals import remember
-from autoshard.runtime.params.rooms import Rooms, is_all_of_its_memory
+from autoshard.runtime.params.originals import Then, as_copied, remember, warn_of_changes
+from autoshard.runtime.params.rooms import Rooms, apart, is_all_of_its_memory
 from autoshard.runtime.params.strided import cut, placements
 from autoshard.runtime.ranks.agree import alone, share
 from autoshard.runtime.ranks.place import Place
@@ -55,6 +55,7 @@ class Stored:
         for name, t in (*model.named_parameters(), *dense_buffers(model)):
             memo[id(t)] = self._first(name, t)
         remember(dict(model.named_parameters()), memo)
+        self._then: Then = as_copied(model)
         self._take(copy_tree(model, memo))
 
     def _take(self, module: nn.Module) -> None:
@@ -95,7 +96,7 @@ class Stored:
         else:
             whole = t.detach().full_tensor() if isinstance(t, DTensor) else t.detach()  # its layout is a seed of the plan
             value = whole.to(self.place.device, dtype)
-            value = _own(value) if _torch.storage_key(value) == _torch.storage_key(whole) else value
+            value = apart(value) if value is whole else value
         if self.place.device_mesh is not None:
             whole = placements(replicated(self.place.mesh), self.place.mesh.sizes)
             value = _torch.dtensor(value, self.place.device_mesh, whole, t.shape, dtype)
@@ -186,6 +187,8 @@ class Stored:
         come from the checkpoint (which has passed `check_checkpoint`), or from their modules' initialisers under
         `seed`: without a checkpoint all, with one those that a state dict leaves out (non-persistent buffers).
         Raises ModelError for meta tensors that nothing initialises."""
+        warn_of_changes(self._then)
+        self._then = ()
         specs = {name: chosen.get(name, replicated(self.place.mesh)) for name, _ in self._named()}
         self.metas = _metas(graph)
         loaded = set(self.module.state_dict()) if checkpoint is not None else set()
@@ -339,14 +342,6 @@ class Stored:
         """Memory of the global shape, NaN so that a tensor which is never filled is noticed."""
         out = torch.empty(t.shape, dtype=t.dtype, device=self.place.device)
         return out.fill_(float("nan")) if t.dtype.is_floating_point else out.zero_()
-
-
-def _own(t: torch.Tensor) -> torch.Tensor:
-    """A copy: what is written to one of both is not in the other. It takes memory when that happens."""
-    try:
-        return _torch.lazy_copy(t)
-    except RuntimeError:
-        return t.clone()
 
 
 def _padded_shape(meta: TensorMeta, spec: Spec, place: Place) -> tuple[int, ...]:
