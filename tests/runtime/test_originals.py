@@ -61,6 +61,8 @@ def test_before_the_first_call_either_may_be_written_too(memory, caplog) -> None
     before, (one, other) = {n: t.clone() for n, t in model.state_dict().items()}, (compiled(model), compiled(model))
     one.load_state_dict({n: torch.ones_like(t) for n, t in before.items()})
     assert all(torch.equal(t, before[n]) for m in (model, other) for n, t in m.state_dict().items())
+    if memory is not torch.Tensor.clone:
+        return
     nn.init.zeros_(model[0].weight)
     with caplog.at_level(logging.WARNING, "autoshard"):
         other(X)

@@ -41,10 +41,10 @@ def is_all_of_its_memory(t: torch.Tensor) -> bool:
     return t.is_contiguous() and t.storage_offset() == 0 and t.untyped_storage().nbytes() == t.nbytes
 
 
-def apart(t: torch.Tensor) -> torch.Tensor:
-    """The same numbers, which stay as they are when `t` is written, and the other way round. Memory of torch's own is copied at that moment.
-    That of numpy, of a file or of several processes is copied now: torch does not know who writes there."""
+def apart(t: torch.Tensor) -> torch.Tensor | None:
+    """The same numbers, which stay as they are when `t` is written, and the other way round: memory is copied at that moment. None for memory that
+    torch does not have for itself (of numpy, of a file)."""
     try:
         return torch.ops.aten._lazy_clone.default(t)
     except (RuntimeError, TypeError):
-        return t.clone()
+        return None

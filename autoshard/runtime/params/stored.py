@@ -51,11 +51,12 @@ class Stored:
         if place.device_mesh is not None:
             mend_dtensors()
         self._meta: set[str] = set()
+        self._shared: set[str] = set()
         memo: dict[int, Any] = {key: t.clone() for key, t in kept_results(model).items()}
         for name, t in (*model.named_parameters(), *dense_buffers(model)):
             memo[id(t)] = self._first(name, t)
         remember(dict(model.named_parameters()), memo)
-        self._then: Then = as_copied(model)
+        self._then: Then = tuple(copied for copied in as_copied(model) if copied[0] not in self._shared)
         self._take(copy_tree(model, memo))
 
     def _take(self, module: nn.Module) -> None:
@@ -96,7 +97,9 @@ class Stored:
         else:
             whole = t.detach().full_tensor() if isinstance(t, DTensor) else t.detach()  # its layout is a seed of the plan
             value = whole.to(self.place.device, dtype)
-            value = apart(value) if value is whole else value
+            if value is whole and (value := apart(whole)) is None:
+                value = whole
+                self._shared.add(name)
         if self.place.device_mesh is not None:
             whole = placements(replicated(self.place.mesh), self.place.mesh.sizes)
             value = _torch.dtensor(value, self.place.device_mesh, whole, t.shape, dtype)
@@ -108,7 +111,7 @@ class Stored:
         if self._meta:
             raise UsageError("a model built on the meta device has no memory to copy yet; call it once, or prepare(...), before")
         out = copy.copy(self)
-        out.specs, out.rooms, out._meta = dict(self.specs), Rooms(), set()
+        out.specs, out.rooms, out._meta, out._shared = dict(self.specs), Rooms(), set(), set()
         for _, t in self._named():
             if id(t) not in known:
                 value = t.detach().clone()
@@ -149,10 +152,22 @@ class Stored:
         return _torch.dtensor_like(self._piece(whole.to(self.place.device), like.placements), like)
 
     def all_as_held(self, mine: Mapping[str, torch.Tensor], state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """`as_held` of all tensors of a state dict, with the versions of modules that it says."""
+        """`as_held` of all tensors of a state dict, with the versions of modules that it says. They are about to be written."""
+        self._leave_original()
         held = copy.copy(state_dict) if isinstance(state_dict, dict) else dict(state_dict)
         held.update({name: self.as_held(name, mine.get(name), value) for name, value in state_dict.items()})
         return held
+
+    def _leave_original(self) -> None:
+        """Before the first call tensors may lie in memory of the original model which torch cannot copy when it is written: files, that a rank should
+        not hold whole unless it must."""
+        for name in self._shared & (self.params.keys() | self.buffers.keys()):
+            value = self._held(name).detach().clone()
+            if self.place.device_mesh is not None:
+                self.params.get(name, self.buffers.get(name))._local_tensor = value
+            else:
+                self.params.get(name, self.buffers.get(name)).data = value
+        self._shared.clear()
 
     def as_held(self, name: str, mine: torch.Tensor | None, value: Any) -> Any:
         """A value of a state dict for the tensor `mine`: a whole one is cut. Raises UsageError for another rank's piece."""
@@ -189,6 +204,7 @@ class Stored:
         Raises ModelError for meta tensors that nothing initialises."""
         warn_of_changes(self._then)
         self._then = ()
+        self._shared.clear()
         specs = {name: chosen.get(name, replicated(self.place.mesh)) for name, _ in self._named()}
         self.metas = _metas(graph)
         loaded = set(self.module.state_dict()) if checkpoint is not None else set()
