@@ -64,6 +64,9 @@ def test_before_the_first_call_either_may_be_written_too(memory, caplog) -> None
     if memory is not torch.Tensor.clone:
         return
     nn.init.zeros_(model[0].weight)
+    with torch.no_grad():
+        other[1].running_mean.add_(1.0)
+    assert torch.equal(model[1].running_mean, before["1.running_mean"]) and torch.equal(one[1].running_mean, torch.ones(3))
     with caplog.at_level(logging.WARNING, "autoshard"):
         other(X)
     assert "0.weight of the original model changed between autoshard.compile and the first call" in caplog.text

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from autoshard import _torch
 from autoshard.base.pads import longer, shorter
 
 
@@ -45,6 +46,6 @@ def apart(t: torch.Tensor) -> torch.Tensor | None:
     """The same numbers, which stay as they are when `t` is written, and the other way round: memory is copied at that moment. None for memory that
     torch does not have for itself (of numpy, of a file)."""
     try:
-        return torch.ops.aten._lazy_clone.default(t)
+        return _torch.lazy_copy(t)
     except (RuntimeError, TypeError):
         return None
