@@ -80,7 +80,8 @@ def along_rows(m, x, y):
     rows, wide = h[at], torch.cat([h[at], m.table(y)[at]], dim=-1)
     scores = rows @ m.w + rows.norm(dim=-1) * rows.std(1)
     return wide.cumsum(1).sin().mean() + scores.cos().sum() + torch.stack([rows, rows.exp()], 1)[:, 0].mean() + torch.stack([scores, scores], -1).prod(-1).sum() \
-        + rows.log_softmax(-1).gather(1, y[at].unsqueeze(1)).squeeze(1).mean() + torch.linalg.vector_norm(rows, dim=1).sum()
+        + rows.log_softmax(-1).gather(1, y[at].unsqueeze(1)).squeeze(1).mean() + torch.linalg.vector_norm(rows, dim=1).sum() \
+        + F.cosine_similarity(rows, rows.exp()).mean() + torch.cosine_similarity(x1=rows.sin(), x2=rows, dim=-1, eps=1e-6).exp().sum()
 
 
 @pytest.mark.parametrize("body", [two_lists, one_list, other_tables, written, experts, one_place_twice, parts_of_rows, along_rows])

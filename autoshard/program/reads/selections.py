@@ -39,6 +39,7 @@ DIM = {func: place for names, place in (("softmax log_softmax sum mean argmax am
 """What computes along one dim -> where that is among its arguments."""
 MEANS, GROWS = named("mean"), named("unsqueeze stack")
 JOINS, GATHERS = named("cat concat stack", torch), named("gather", Tensor, torch)
+SIMILAR = named("cosine_similarity", torch)
 """These take several selections along a dim of rows."""
 TOTALS = MEANS | named("sum")
 BY_CLASS = (F.cross_entropy, F.nll_loss)
@@ -135,6 +136,8 @@ class Selections(TorchFunctionMode):
             return _loss(func, args, kwargs)
         if func in JOINS or func in GATHERS:
             return _of_several(func, first, args, kwargs)
+        if func in SIMILAR:
+            return _similar(func, first, args, kwargs)
         alone = bool(args) and args[0] is first and len(found) == 1
         if alone and (column := column_of(func, first, args[1:], kwargs)) is not None:
             return column
@@ -264,6 +267,15 @@ def _of_several(func: Any, x: Selection, args: Sequence[Any], kwargs: Mapping[st
         return NotImplemented
     everywhere = everywhere_of(parts)
     return x.of_same(func(everywhere, at) if func in JOINS else func(everywhere[0], at, everywhere[1]))
+
+
+def _similar(func: Any, x: Selection, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Of each row how similar another one of the same place is."""
+    given = {**dict(zip(("x1", "x2", "dim", "eps"), args, strict=False)), **kwargs}
+    at, pair = _dim_of_all(func, x, given.pop("dim", 1)), [given.pop(name, None) for name in ("x1", "x2")]
+    if at is None or given.keys() - {"eps"} or not all(isinstance(p, Selection) and p.dims_of() == x.dims_of() for p in pair):
+        return NotImplemented
+    return x.of_same(func(*(p.filled(p.everywhere, 1) for p in pair), dim=at, **given))
 
 
 def _broadcasts(args: Sequence[Any], kwargs: Mapping[str, Any], dims: int) -> bool:
