@@ -9,16 +9,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from autoshard.base.plan import GRADIENTS_IN_FLIGHT, IN_FLIGHT
 from autoshard.decide.how import How
 from autoshard.decide.make_plan import Timelines
 from autoshard.decide.memory.leanest import Lean, leanest
 from autoshard.decide.program import Program, formulate_within, starting_plans
 from autoshard.decide.walks.recomputing import Recomputing
+from autoshard.formulate.problem_of import Formulation
 from autoshard.lower.schedule import reduces_late
 from autoshard.recompute.rewrite import candidates
 from autoshard.recompute.undecided import open_table, program_with
-from autoshard.search.problem import distinct
+from autoshard.search.problem import distinct, row_loads
 from autoshard.space.cost_table import CostTable
 
 LEANEST = 0.5  # share of the time left for the plan that needs least memory
@@ -46,14 +49,15 @@ class Variants:
     def open(self) -> Program:
         """The program in which recomputation is not decided yet. Every plan of the other programs is a plan of this one, or costs more than one.
         The best plan with ample memory, with all recomputed, is a start: it costs less than greedy ones and often fits. What the rows are worth is
-        guessed from choices that the search with ample memory has met, with nothing and with all recomputed."""
+        guessed from choices that the search with ample memory has met, with nothing and with all recomputed, where these leave the
+        windows of overlap free: else what a window is worth is not known by so few, and a guess far off costs more than it saves."""
         made, known = self._of("open", open_table), self.plain.learned
         if made is self.plain or not known.choices:
             return made
         best, learned = Recomputing(self.plain.formulation, made.formulation), made.learned
         learned.choices = distinct((*learned.choices, *(best.everything(known.choices[-1], gathered) for gathered in (False, True))))
-        if not learned.near:
-            last = distinct((*known.near[-FEW:], known.choices[-1]))
+        last = distinct((*known.near[-FEW:], known.choices[-1]))
+        if not learned.near and all(_overlap_is_free(self.plain.formulation, choice) for choice in last):
             learned.near = tuple(change(choice) for choice in last for change in (best.nothing, best.everything))
         return made
 
@@ -107,6 +111,13 @@ class Variants:
             formulation, settings = formulate_within(change(there), limit), self._settings(on_their_way)
             made[name] = Program(formulation, Timelines(formulation, settings), starting_plans(formulation), settings)
         return made[name].within(limit)
+
+
+def _overlap_is_free(formulation: Formulation, choice: np.ndarray) -> bool:
+    """Whether no row is over its limit whose excess is paid for."""
+    problem = formulation.problem
+    paid = np.isfinite(problem.row_price)
+    return bool((row_loads(problem, choice)[paid] <= problem.row_limit[paid]).all())
 
 
 def shape(program: Program) -> tuple[int, ...]:
