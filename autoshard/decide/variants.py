@@ -54,11 +54,11 @@ class Variants:
         made, known = self._of("open", open_table), self.plain.learned
         if made is self.plain or not known.choices:
             return made
-        best, learned = Recomputing(self.plain.formulation, made.formulation), made.learned
-        learned.choices = distinct((*learned.choices, *(best.everything(known.choices[-1], gathered) for gathered in (False, True))))
+        change, learned = Recomputing(self.plain.formulation, made.formulation), made.learned
+        learned.choices = distinct((*learned.choices, *(change.everything(known.choices[-1], gathered) for gathered in (False, True))))
         last = distinct((*known.near[-FEW:], known.choices[-1]))
         if not learned.near and all(_overlap_is_free(self.plain.formulation, choice) for choice in last):
-            learned.near = tuple(change(choice) for choice in last for change in (best.nothing, best.everything))
+            learned.near = tuple(into(choice) for choice in last for into in (change.nothing, change.everything))
         return made
 
     @cached_property
@@ -114,7 +114,7 @@ class Variants:
 
 
 def _overlap_is_free(formulation: Formulation, choice: np.ndarray) -> bool:
-    """Whether no row is over its limit whose excess is paid for."""
+    """Whether all rows whose excess is paid for are within their limits."""
     problem = formulation.problem
     paid = np.isfinite(problem.row_price)
     return bool((row_loads(problem, choice)[paid] <= problem.row_limit[paid]).all())

@@ -13,7 +13,7 @@ from autoshard.decide.variants import Variants
 from autoshard.decide.walks.recomputing import Recomputing
 from autoshard.recompute.undecided import decided, first_run
 from autoshard.search import Clock, solve
-from autoshard.search.problem import evaluate
+from autoshard.search.problem import evaluate, row_loads
 
 
 @pytest.fixture(params=[(model, mesh) for model in ("gpt", "t5", "llama", "vit") for mesh in ("d=2", "d=2,t=2")], ids=" ".join, scope="module")
@@ -55,3 +55,19 @@ def test_searches_with_little_memory_know_what_is_far_over_and_far_below(program
     peaks = [undecided.timelines(choice).peak for choice in undecided.learned.near]
     assert all(np.isfinite(evaluate(undecided.formulation.problem, choice)) for choice in undecided.learned.near)
     assert max(peaks) == program.timelines(best).peak and min(peaks) < max(peaks)
+
+
+def test_what_rows_are_worth_is_not_guessed_where_a_choice_pays_for_overlap():
+    plain = formulation_of(traced("gpt"), "d=2")
+    starts = starting_plans(plain)
+    paid = np.isfinite(plain.problem.row_price)
+    over = [choice for choice in starts if (row_loads(plain.problem, choice) > plain.problem.row_limit)[paid].any()]
+    within = [choice for choice in starts if not (row_loads(plain.problem, choice) > plain.problem.row_limit)[paid].any()]
+    assert over and within, "starts of both kinds are needed"
+
+    def near(choice):
+        program = Program(plain, Timelines(plain, {}), starts)
+        program.learned.choices = [choice]
+        return Variants(program, How(Clock(20.0))).open.learned.near
+
+    assert len(near(within[0])) == 2 and near(over[0]) == ()
