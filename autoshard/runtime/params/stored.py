@@ -162,11 +162,7 @@ class Stored:
         """Before the first call tensors may lie in memory of the original model which torch cannot copy when it is written: files, that a rank should
         not hold whole unless it must."""
         for name in self._shared & (self.params.keys() | self.buffers.keys()):
-            value = self._held(name).detach().clone()
-            if self.place.device_mesh is not None:
-                self.params.get(name, self.buffers.get(name))._local_tensor = value
-            else:
-                self.params.get(name, self.buffers.get(name)).data = value
+            self._put(name, self._held(name).detach().clone(), replicated(self.place.mesh))
         self._shared.clear()
 
     def as_held(self, name: str, mine: torch.Tensor | None, value: Any) -> Any:
